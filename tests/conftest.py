@@ -1,0 +1,16 @@
+"""Set-up of every test: 8 fake CPU devices, run-time shape checks, and a compilation cache that outlives a run."""
+
+import os
+import pathlib
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+
+from jaxtyping import install_import_hook
+
+install_import_hook("zoo", "beartype.beartype")
+
+import jax
+
+jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

@@ -1,0 +1,35 @@
+"""What an experiment is: frozen dataclasses, validated on construction.
+
+Field names are the words of the field (`d_model, n_heads, top_k, ...`). A value of None means "derived
+from the others", so that overriding one field never leaves a stale copy in another; `ModelConfig.expand`
+resolves every derived value, once, into the stages of blocks that the layers read.
+"""
+
+from zoo.config.experiment import DataConfig, Experiment, MeshConfig, OptimizerConfig, TrainConfig
+from zoo.config.mixture import MIXTURES, DenseConfig, Mixture, MixtureConfig, SoftConfig, SparseConfig, as_mixture
+from zoo.config.model import Block, BlockConfig, ModelConfig, Stage
+from zoo.config.section import ConfigError, nearest
+from zoo.config.serialize import from_dict, to_dict
+
+__all__ = [
+    "MIXTURES",
+    "Block",
+    "BlockConfig",
+    "ConfigError",
+    "DataConfig",
+    "DenseConfig",
+    "Experiment",
+    "MeshConfig",
+    "Mixture",
+    "MixtureConfig",
+    "ModelConfig",
+    "OptimizerConfig",
+    "SoftConfig",
+    "SparseConfig",
+    "Stage",
+    "TrainConfig",
+    "as_mixture",
+    "from_dict",
+    "nearest",
+    "to_dict",
+]

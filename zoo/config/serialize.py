@@ -1,0 +1,48 @@
+"""Configs as plain dicts, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from zoo.config.mixture import MIXTURES, MixtureConfig
+from zoo.config.section import ConfigError, nearest
+
+
+def to_dict(config: Any) -> Any:
+    """A config as plain dicts, lists and values; a mixture carries its `kind`."""
+    if isinstance(config, tuple):
+        return [to_dict(item) for item in config]
+    if not dataclasses.is_dataclass(config):
+        return config
+    kind = {"kind": config.kind} if isinstance(config, MixtureConfig) else {}
+    return kind | {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
+
+
+def from_dict(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
+    """The inverse of to_dict.
+
+    Raises:
+        ConfigError: for a field that `cls` does not have (names the nearest) or values that cannot work.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {f.name for f in dataclasses.fields(cls)}
+    for name in values:
+        if name not in known:
+            raise ConfigError(f"{path}{name} is not a field of {cls.__name__}{nearest(name, known)}")
+    return cls(**{name: _from_value(hints[name], value, f"{path}{name}") for name, value in values.items()})
+
+
+def _from_value(hint: Any, value: Any, path: str) -> Any:
+    if isinstance(value, Mapping) and "kind" in value:
+        kind = value["kind"]
+        if kind not in MIXTURES:
+            raise ConfigError(f"{path}.kind={kind!r} is not one of {', '.join(MIXTURES)}{nearest(kind, MIXTURES)}")
+        return from_dict(MIXTURES[kind], {k: v for k, v in value.items() if k != "kind"}, f"{path}.")
+    if isinstance(value, Mapping):
+        return from_dict(hint, value, f"{path}.")
+    if typing.get_origin(hint) is tuple:
+        return tuple(_from_value(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
+    return value
