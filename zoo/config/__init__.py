@@ -7,12 +7,13 @@ resolves every derived value, once, into the stages of blocks that the layers re
 
 from zoo.config.experiment import DataConfig, Experiment, MeshConfig, OptimizerConfig, TrainConfig
 from zoo.config.mixture import MIXTURES, DenseConfig, Mixture, MixtureConfig, SoftConfig, SparseConfig, as_mixture
-from zoo.config.model import Block, BlockConfig, ModelConfig, Stage
+from zoo.config.model import Activation, Block, BlockConfig, ModelConfig, Stage
 from zoo.config.section import ConfigError, nearest
 from zoo.config.serialize import from_dict, to_dict
 
 __all__ = [
     "MIXTURES",
+    "Activation",
     "Block",
     "BlockConfig",
     "ConfigError",
