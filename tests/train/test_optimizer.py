@@ -1,0 +1,129 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from zoo.config import OptimizerConfig
+from zoo.layers.logical import ParamSpec
+from zoo.train.optimizer import QUINTIC, decay_mask, make_optimizer, orthogonalize
+
+
+def spec(shape, axes, role="matrix", inputs=(), outputs=()):
+    return ParamSpec(jax.ShapeDtypeStruct(shape, jnp.float32), axes, role, inputs, outputs)
+
+
+SPECS = {
+    "query": spec((2, 6, 2, 4), ("layers", "embed", "heads", "head_dim"), "matrix", ("embed",), ("heads", "head_dim")),
+    "out": spec((2, 2, 4, 6), ("layers", "heads", "head_dim", "embed"), "matrix", ("heads", "head_dim"), ("embed",)),
+    "up": spec((2, 3, 6, 10), ("layers", "expert", "embed", "mlp"), "matrix", ("embed",), ("mlp",)),
+    "router": spec((2, 6, 3), ("layers", "embed", "expert"), "router", ("embed",), ("expert",)),
+    "embed": spec((7, 6), ("vocab", "embed"), "embedding"),
+    "head": spec((6, 7), ("embed", "vocab"), "head", ("embed",), ("vocab",)),
+    "scale": spec((2, 6), ("layers", "embed"), "scale"),
+    "bias": spec((2, 6), ("layers", "embed"), "bias"),
+}
+
+
+def draw(seed):
+    rng = np.random.default_rng(seed)
+    return {name: rng.standard_normal(s.shape).astype(np.float32) for name, s in SPECS.items()}
+
+
+def quintic(matrix, steps=5):
+    """Keller Jordan's iteration on one matrix [fan_in, fan_out], float64, with his scale for the shape."""
+    x = np.float64(matrix)
+    rows, columns = x.shape
+    x = x / np.sqrt((x**2).sum())
+    for _ in range(steps):
+        gram = x @ x.T
+        x = QUINTIC[0] * x + QUINTIC[1] * gram @ x + QUINTIC[2] * gram @ gram @ x
+    return x * np.sqrt(max(1, columns / rows))
+
+
+def orthogonal(name, gradient):
+    """Matrix by matrix, over layers and experts."""
+    shape = {"query": (6, 8), "out": (8, 6), "up": (6, 10)}[name]
+    matrices = np.float64(gradient).reshape(-1, *shape)
+    return np.stack([quintic(m) for m in matrices]).reshape(gradient.shape)
+
+
+@pytest.mark.parametrize("name", ["query", "out", "up"])
+def test_every_matrix_of_a_stack_is_orthogonalized_by_itself(name):
+    gradient = draw(0)[name]
+    np.testing.assert_allclose(orthogonalize(jnp.asarray(gradient), SPECS[name]), orthogonal(name, gradient), atol=2e-5)
+
+
+def test_axes_in_any_order_make_the_same_matrices():
+    gradient = draw(1)["up"]
+    turned = spec((10, 2, 6, 3), ("mlp", "layers", "embed", "expert"), "matrix", ("embed",), ("mlp",))
+    got = orthogonalize(jnp.asarray(gradient.transpose(3, 0, 2, 1)), turned)
+    np.testing.assert_allclose(got.transpose(1, 3, 2, 0), orthogonal("up", gradient), atol=2e-5)
+
+
+def test_singular_values_come_near_one():
+    gradient = draw(2)["up"]
+    values = np.linalg.svd(np.asarray(orthogonalize(jnp.asarray(gradient), SPECS["up"])) / np.sqrt(10 / 6))[1]
+    assert values.min() > 0.5 and values.max() < 1.3
+
+
+def test_an_expert_without_a_gradient_stays_finite():
+    assert not np.asarray(orthogonalize(jnp.zeros((2, 3, 6, 10)), SPECS["up"])).any()
+
+
+def test_only_what_multiplies_activations_decays():
+    assert {name for name, decayed in decay_mask(SPECS).items() if decayed} == {"query", "out", "up", "router", "head"}
+
+
+def run(config, n_steps, params):
+    optimizer = make_optimizer(config, SPECS)
+    state = optimizer.init(params)
+    for step in range(n_steps):
+        updates, state = optimizer.update(draw(10 + step), state, params)
+        params = jax.tree.map(lambda p, u: p - 0.5 * u, params, updates)
+    return params
+
+
+def adamw(config, n_steps, p, name, decay):
+    """Loshchilov and Hutter's algorithm 2 with bias correction, float64."""
+    p, m, v = np.float64(p), 0.0, 0.0
+    for step in range(n_steps):
+        g = np.float64(draw(10 + step)[name])
+        m = config.beta1 * m + (1 - config.beta1) * g
+        v = config.beta2 * v + (1 - config.beta2) * g**2
+        direction = m / (1 - config.beta1 ** (step + 1))
+        direction = direction / (np.sqrt(v / (1 - config.beta2 ** (step + 1))) + config.eps)
+        p = p - 0.5 * config.learning_rate * (direction + decay * p)
+    return p
+
+
+def muon(config, n_steps, p, name):
+    p, m = np.float64(p), 0.0
+    for step in range(n_steps):
+        g = np.float64(draw(10 + step)[name])
+        m = config.muon_momentum * m + (1 - config.muon_momentum) * g
+        direction = orthogonal(name, config.muon_momentum * m + (1 - config.muon_momentum) * g)
+        p = p - 0.5 * config.muon_learning_rate * (direction + config.weight_decay * p)
+    return p
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_three_steps_equal_the_papers_algorithm(name):
+    config = OptimizerConfig(name=name, learning_rate=0.03, muon_learning_rate=0.05, weight_decay=0.2)
+    params = draw(3)
+    got = run(config, 3, params)
+    for leaf in SPECS:
+        if name == "muon" and SPECS[leaf].role == "matrix":
+            want = muon(config, 3, params[leaf], leaf)
+        else:
+            want = adamw(config, 3, params[leaf], leaf, 0.2 if decay_mask(SPECS)[leaf] else 0.0)
+        np.testing.assert_allclose(got[leaf], want, atol=3e-6, err_msg=leaf)
+
+
+def test_muon_agrees_with_optax_on_a_flat_matrix():
+    """Another implementation, other conventions for the momentum: after one step the direction is the same."""
+    gradient = {"w": jnp.asarray(draw(4)["head"])}
+    other = optax.contrib.scale_by_muon(weight_dimension_numbers={"w": optax.contrib.MuonDimensionNumbers(0, 1)})
+    want, _ = other.update(gradient, other.init(gradient))
+    ours = orthogonalize(gradient["w"], spec((6, 7), ("embed", "mlp"), "matrix", ("embed",), ("mlp",)))
+    np.testing.assert_allclose(ours, want["w"] * np.sqrt(7 / 6), atol=2e-5)
