@@ -7,7 +7,7 @@ resolves every derived value, once, into the stages of blocks that the layers re
 
 from zoo.config.experiment import DataConfig, Experiment, MeshConfig, OptimizerConfig, TrainConfig
 from zoo.config.mixture import MIXTURES, DenseConfig, Mixture, MixtureConfig, SoftConfig, SparseConfig, as_mixture
-from zoo.config.model import Activation, Block, BlockConfig, ModelConfig, Stage
+from zoo.config.model import Activation, Block, BlockConfig, Dtype, ModelConfig, Remat, Stage
 from zoo.config.section import ConfigError, nearest
 from zoo.config.serialize import from_dict, to_dict
 
@@ -19,12 +19,14 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "DenseConfig",
+    "Dtype",
     "Experiment",
     "MeshConfig",
     "Mixture",
     "MixtureConfig",
     "ModelConfig",
     "OptimizerConfig",
+    "Remat",
     "SoftConfig",
     "SparseConfig",
     "Stage",
