@@ -29,7 +29,7 @@ from zoo.data.sources import DataError, Document, Source, open_source, split_doc
 from zoo.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 FORMAT = 1  # part of every key; another number for another layout or another meaning of the tokens
-BATCH_CHARACTERS = 1 << 22  # of text that are tokenized at once, on all cores
+BATCH_CHARACTERS = 1 << 21  # of text that are tokenized at once, on all cores
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ def _kept(place: pathlib.Path, load: Callable[[pathlib.Path], T | None], build: 
     found = load(place)
     if found is not None:
         return found
-    with _cache_errors(place), _lock(place):
+    with _lock(place):
         found = load(place)  # while this process waited, another may have built it
         if found is None:
             _replace(place, build)
@@ -140,6 +140,10 @@ def _replace(place: pathlib.Path, build: Callable[[pathlib.Path], None]) -> None
         build(draft)
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            raise
+        raise _cannot_write(place, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
 
@@ -147,8 +151,13 @@ def _replace(place: pathlib.Path, build: Callable[[pathlib.Path], None]) -> None
 @contextlib.contextmanager
 def _lock(place: pathlib.Path) -> Iterator[None]:
     """Holds a lock that the system frees when its process ends, however it ends."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with open(place.with_name(place.name + ".lock"), "w") as stream:
+    path = place.with_name(place.name + ".lock")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        stream = path.open("w")
+    except OSError as error:
+        raise _cannot_write(place, error) from None
+    with stream:
         try:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -157,18 +166,8 @@ def _lock(place: pathlib.Path) -> Iterator[None]:
         yield
 
 
-@contextlib.contextmanager
-def _cache_errors(place: pathlib.Path) -> Iterator[None]:
-    unusable = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST)
-    try:
-        yield
-    except OSError as error:
-        foreign = error.filename is not None and not str(error.filename).startswith(str(place.parent.parent))
-        if foreign or error.errno not in unusable:
-            raise
-        raise DataError(
-            f"the cache {place} cannot be written ({error.strerror}); set data.cache_dir or $ZOO_CACHE"
-        ) from None
+def _cannot_write(place: pathlib.Path, error: OSError) -> DataError:
+    return DataError(f"the cache {place} cannot be written ({error.strerror}); set data.cache_dir to another folder")
 
 
 @contextlib.contextmanager

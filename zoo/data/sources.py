@@ -24,8 +24,9 @@ from zoo.config import DataConfig
 
 PIECE_BYTES = 1 << 20
 
-# Folders of the standard library that hold its tests, or that are not part of it.
-_NOT_STDLIB = {"test", "tests", "idle_test", "__pycache__", "site-packages", "dist-packages"}
+# Folders beside the standard library's source: its tests, packages that are not part of it, and pydoc's help,
+# which is three quarters of a megabyte of generated English and would be most of the validation text.
+_NOT_STDLIB = {"test", "tests", "idle_test", "pydoc_data", "__pycache__", "site-packages", "dist-packages"}
 
 
 class DataError(ValueError):
@@ -102,8 +103,12 @@ def _python_files(root: str) -> Iterator[str]:
 
 
 def _read_python(path: str) -> Iterator[str]:
-    with tokenize.open(path) as stream:  # a few files declare another encoding than UTF-8
-        yield stream.read()
+    try:
+        with tokenize.open(path) as stream:  # a few files declare another encoding than UTF-8
+            text = stream.read()
+    except (SyntaxError, UnicodeDecodeError):
+        return  # written in another encoding than it declares: Python cannot read it either
+    yield text
 
 
 def _text_files(path: str, text_field: str) -> Source:
@@ -224,7 +229,8 @@ def _json_text(line: bytes, where: str, offset: int, text_field: str) -> str:
     except UnicodeDecodeError as error:
         raise DataError(f"{where} is not UTF-8 at byte {offset + error.start} of the file; convert it") from None
     except ValueError as error:
-        raise DataError(f"{where} is not JSON ({error}); each line must be one whole JSON object") from None
+        problem = str(error).replace("line 1 ", "")
+        raise DataError(f"{where} is not JSON ({problem}); each line must be one whole JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{where} holds a {type(record).__name__}, not an object; each line must be one JSON object")
     if text_field not in record:

@@ -272,7 +272,7 @@ def make_tokenizer(config: DataConfig, documents: Iterable[Document]) -> Tokeniz
     if config.tokenizer_model is not None:
         return read_sentencepiece(config.tokenizer_model)
     if config.tokenizer == "characters":
-        return CharacterTokenizer(set().union(*(piece for d in documents for piece in d.pieces())))
+        return CharacterTokenizer(character for d in documents for piece in d.pieces() for character in set(piece))
     return train_sentencepiece(sample(documents), config.vocab_size)
 
 
@@ -307,7 +307,7 @@ def train_sentencepiece(texts: Sequence[str], vocab_size: int) -> SentencePieceT
     model = io.BytesIO()
     try:
         sentencepiece.SentencePieceTrainer.Train(
-            sentence_iterator=iter([re.sub(f"[{_SPACE}{_UNKNOWN}]", "\n", text) for text in texts]),
+            sentence_iterator=(re.sub(f"[{_SPACE}{_UNKNOWN}]", "\n", text) for text in texts),
             model_writer=model,
             model_type="bpe",
             vocab_size=vocab_size,
