@@ -9,6 +9,7 @@ import contextlib
 import gc
 import logging
 import pathlib
+import re
 import shutil
 import sys
 import warnings
@@ -267,4 +268,7 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
 
 def _first_line(error: Exception) -> str:
     line = next(iter(str(error).splitlines()), "")
+    # TensorStore names files and operations first and the reason last.
+    reason = re.search(r"([^:]*) \[os_error_code", line)
+    line = reason[1].strip() if reason else line
     return f"{type(error).__name__}: {line if len(line) < 160 else line[:160] + '...'}"

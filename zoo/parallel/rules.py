@@ -195,14 +195,19 @@ def batch_sharding(mesh: Mesh) -> NamedSharding:
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
+def rows_divide(rows: int, mesh: Mesh) -> bool:
+    """Whether the devices of data and fsdp can each take the same number of rows."""
+    return rows % math.prod(mesh.shape[axis] for axis in BATCH_AXES) == 0
+
+
 def check_batch(setting: str, rows: int, mesh: Mesh) -> None:
     """Raises ConfigError where `rows` computed at a time do not divide among the devices of data and fsdp.
 
     Args:
         setting: where the rows come from, e.g. "train.batch_size=12 in train.micro_batches=2 parts".
     """
-    parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
-    if rows % parts:
+    if not rows_divide(rows, mesh):
+        parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
         axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
         raise ConfigError(
             f"{setting} gives {rows} rows at a time, not a multiple of {axes}; choose a multiple of {parts}"

@@ -1,0 +1,119 @@
+"""Experts spread over a mesh give what they give on one device: values and gradients, and with empty experts."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from zoo.config import ConfigError, MeshConfig
+from zoo.layers.moe.experts import ExpertParams, sorted_experts
+from zoo.parallel.experts import expert_parallel
+from zoo.parallel.mesh import make_mesh
+
+N, D, F, E, k = 32, 8, 12, 4, 2
+
+
+def make_inputs(n_experts=E, n=N, glu=True):
+    rng = np.random.default_rng(0)
+    normal = lambda *shape: rng.normal(size=shape).astype(np.float32)  # noqa: E731
+    # Expert 1 gets no token, and index E (a dropped assignment) some.
+    indices = rng.choice([0, *range(2, n_experts + 1)], size=(n, k)).astype(np.int32)
+    up, down = (n_experts, D, F), (n_experts, F, D)
+    params = ExpertParams(normal(*up) if glu else None, normal(*up), normal(*down))
+    return jax.tree.map(jnp.asarray, (normal(n, D), indices, np.abs(normal(n, k)), params))
+
+
+def loss(run, x, indices, weights, params):
+    y = run(x, indices, weights, params, "silu")
+    return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
+
+
+def values_and_grads(run, inputs):
+    function = jax.value_and_grad(functools.partial(loss, run), argnums=(0, 2, 3), has_aux=True)
+    return jax.jit(function)(*inputs)
+
+
+@functools.cache
+def on_one_device(n=N, glu=True):
+    return values_and_grads(sorted_experts, make_inputs(n=n, glu=glu))
+
+
+MESHES = {
+    "data 2, expert 4": MeshConfig(data=2, expert=4),
+    "fsdp 2, expert 2, tensor 2": MeshConfig(data=1, fsdp=2, expert=2, tensor=2),
+    "data 8": MeshConfig(data=8),
+}
+
+
+def assert_equal(found, expected):
+    for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_equals_one_device(name):
+    mesh = make_mesh(MESHES[name])
+    x, indices, weights, params = make_inputs()
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    split = lambda w, *axes: jax.device_put(w, NamedSharding(mesh, P(*axes)))  # noqa: E731
+    # As ZeRO 3 lays them out: the width D of each weight over fsdp.
+    params = ExpertParams(
+        split(params.w_gate, "expert", "fsdp", "tensor"),
+        split(params.w_up, "expert", "fsdp", "tensor"),
+        split(params.w_down, "expert", "tensor", "fsdp"),
+    )
+    inputs = (*(jax.device_put(a, rows) for a in (x, indices, weights)), params)
+    found = values_and_grads(expert_parallel(mesh), inputs)
+    assert_equal(found, on_one_device())
+    y, grads = found[0][1], found[1]
+    assert y.sharding.is_equivalent_to(rows, 2)
+    assert not np.any(grads[2].w_up[1]), "an expert without tokens has no gradient"
+
+
+def test_rows_that_do_not_divide_and_no_gate():
+    mesh = make_mesh(MeshConfig(data=4, expert=2))
+    found = values_and_grads(expert_parallel(mesh), make_inputs(n=3, glu=False))
+    assert_equal(found, on_one_device(n=3, glu=False))
+
+
+def test_no_device_gathers_the_tokens():
+    mesh = make_mesh(MESHES["data 8"])
+    x, indices, weights, params = make_inputs()
+    rows = NamedSharding(mesh, P(("data", "fsdp")))
+    shardings = (rows, rows, rows, NamedSharding(mesh, P()))
+    run = lambda run, *inputs: loss(run, *inputs)[1]  # noqa: E731
+    text = {
+        name: jax.jit(functools.partial(run, experts), in_shardings=shardings)
+        .lower(x, indices, weights, params)
+        .compile()
+        .as_text()
+        for name, experts in (("mesh", expert_parallel(mesh)), ("compiler", sorted_experts))
+    }
+    assert "all-gather" not in text["mesh"]
+    assert "all-gather" in text["compiler"] or "all-reduce" in text["compiler"]
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [
+        (MeshConfig(data=1, expert=8), "mesh.expert=8 does not divide model.moe.n_experts=4; choose a divisor of 4"),
+        (MeshConfig(data=1, tensor=8), "mesh.tensor=8 does not divide model.moe.d_ff=12; choose a divisor of 12"),
+    ],
+)
+def test_what_does_not_divide(config, reason):
+    with pytest.raises(ConfigError, match=reason):
+        expert_parallel(make_mesh(config))(*make_inputs(), "silu")
+
+
+def test_is_a_value():
+    one, other = (expert_parallel(make_mesh(MESHES["data 8"])) for _ in range(2))
+    assert one == other and hash(one) == hash(other)
+
+
+def test_one_device_needs_no_mesh():
+    mesh = make_mesh(MeshConfig(), jax.devices()[:1])
+    assert_equal(values_and_grads(expert_parallel(mesh), make_inputs()), on_one_device())

@@ -1,0 +1,82 @@
+"""Expert parallelism: the experts of a sparse mixture, spread over the devices of a mesh."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, PartitionSpec
+from jaxtyping import Array, Float, Int
+
+from zoo.config import Activation, ConfigError
+from zoo.layers.moe.experts import ExpertParams, sorted_experts
+from zoo.parallel.rules import BATCH_AXES, rows_divide
+
+# Each part of the experts, and each part of their hidden units, adds its share of a token's output.
+_SUMMED = ("expert", "tensor")
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshExperts:
+    """The `Experts` of a mesh, the same in values and gradients as `sorted_experts` on one device; dropless.
+
+    Every device sorts its own tokens and runs them through its own experts and its own part of their hidden
+    units; then the results are added over the expert and tensor axes. Left to itself, the compiler would gather all
+    tokens of the batch on every device, since a sort by expert looks like one over all of them.
+    Equal for equal meshes, so a module may hold it.
+    """
+
+    mesh: Mesh
+
+    def __call__(
+        self,
+        x: Float[Array, "N D"],
+        indices: Int[Array, "N k"],
+        weights: Float[Array, "N k"],
+        params: ExpertParams,
+        activation: Activation,
+    ) -> Float[Array, "N D"]:
+        """y [N, D], as `sorted_experts`; tokens lie in batch order, so they split over data and fsdp as rows do.
+
+        Raises:
+            ConfigError: where the experts or their hidden units do not divide among their devices.
+        """
+        if self.mesh.size == 1:
+            return sorted_experts(x, indices, weights, params, activation)
+        self._check(params)
+        # A single prompt may be too short to split; then every device runs all of it.
+        split = BATCH_AXES if rows_divide(x.shape[0], self.mesh) else ()
+
+        def local(x: Array, indices: Array, weights: Array, params: ExpertParams) -> Array:
+            x, indices, weights = _differing((x, indices, weights), _SUMMED)
+            params = _differing(params, split)
+            first = jax.lax.axis_index("expert") * params.w_up.shape[0]
+            y = sorted_experts(x, indices, weights, params, activation, first)
+            # In float32, as the sum over a token's experts is on one device.
+            return jax.lax.psum(y.astype(jnp.float32), _SUMMED).astype(y.dtype)
+
+        tokens = PartitionSpec(split or None)
+        up, down = PartitionSpec("expert", None, "tensor"), PartitionSpec("expert", "tensor", None)
+        of_params = ExpertParams(None if params.w_gate is None else up, up, down)
+        in_specs = (tokens, tokens, tokens, of_params)
+        mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=tokens)
+        return mapped(x, indices, weights, params)
+
+    def _check(self, params: ExpertParams) -> None:
+        sizes = (("expert", "n_experts", params.w_up.shape[0]), ("tensor", "d_ff", params.w_up.shape[2]))
+        for axis, name, size in sizes:
+            if size % self.mesh.shape[axis]:
+                raise ConfigError(
+                    f"mesh.{axis}={self.mesh.shape[axis]} does not divide model.moe.{name}={size}; "
+                    f"choose a divisor of {size}"
+                )
+
+
+def _differing(tree: Any, axes: tuple[str, ...]) -> Any:
+    """`tree`, the same along `axes`, declared to differ: so it fits what does, and its gradients are summed there."""
+    return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree) if axes else tree
+
+
+def expert_parallel(mesh: Mesh) -> MeshExperts:
+    """What `zoo.build(config, constrain, experts)` takes to spread the experts over `mesh`."""
+    return MeshExperts(mesh)
