@@ -97,7 +97,7 @@ def _tokenizer(config: DataConfig, source: Source) -> Tokenizer:
         return make_tokenizer(config, ())
 
     def train(draft: pathlib.Path) -> None:
-        with _progress(f"learning a tokenizer from {source.label}", source.size) as advance:
+        with _progress("learning a tokenizer", source) as advance:
             parts = split_documents(source, config)
             documents = (_watched(document, advance) for part, document in parts if part == "train")
             make_tokenizer(config, documents).save(draft)
@@ -171,16 +171,16 @@ def _cannot_write(place: pathlib.Path, error: OSError) -> DataError:
 
 
 @contextlib.contextmanager
-def _progress(what: str, size: int | None) -> Iterator[Callable[[str], None]]:
+def _progress(what: str, source: Source) -> Iterator[Callable[[str], None]]:
     """Shows a bar that moves with each text it is given; a plain line where there is no terminal."""
     console = rich.console.Console(stderr=True)
     if not console.is_terminal:
-        print(what, file=sys.stderr, flush=True)
+        print(f"{what}: {source.label}", file=sys.stderr, flush=True)
         yield lambda text: None
         return
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn())
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=size)
+        task = bar.add_task(what, total=source.size)
         yield lambda text: bar.advance(task, len(text.encode()))
 
 
@@ -249,7 +249,7 @@ def _dtype(vocab_size: int) -> np.dtype:
 
 def _build(folder: pathlib.Path, source: Source, config: DataConfig, tokenizer: Tokenizer) -> None:
     writers = {part: _Writer(folder, part, tokenizer, config) for part in ("train", "validation")}
-    with _progress(f"tokenizing {source.label}", source.size) as advance:
+    with _progress("tokenizing", source) as advance:
         for batch in _batches(split_documents(source, config)):
             encoded = tokenizer.encode_many([text for _, _, text in batch])
             for (part, first, text), tokens in zip(batch, encoded, strict=True):

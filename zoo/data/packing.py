@@ -57,7 +57,7 @@ class Windows:
         """The windows of these indices, one a row; an index past the last one is a row of padding."""
         windows = np.asarray(indices, np.int64)[:, None]
         stream, offsets = self.cache.tokens, self.cache.offsets
-        start = self._start(windows)
+        start = np.where(windows < len(self), self._start(windows), len(stream))
         at = start + np.arange(self.length)
         real = at < np.minimum(start + self.length, self._start(windows + 1))
         at = np.minimum(at, len(stream) - 1)
@@ -73,7 +73,7 @@ class Windows:
     def _start(self, windows: Int64[np.ndarray, "B 1"]) -> Int64[np.ndarray, "B 1"]:
         run = np.searchsorted(self._first, windows, "right") - 1
         start = self._starts[run] + (windows - self._first[run]) * self.length
-        return np.where(windows > self._count, len(self.cache.tokens), np.minimum(start, len(self.cache.tokens)))
+        return np.minimum(start, len(self.cache.tokens))
 
 
 def _int32(

@@ -10,6 +10,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import SupportsIndex
 
 import sentencepiece
 
@@ -68,7 +69,7 @@ class Tokenizer(abc.ABC):
     def content(self) -> bytes:
         """What tells this tokenizer from others of its kind."""
 
-    def decode(self, ids: Iterable[int]) -> str:
+    def decode(self, ids: Iterable[SupportsIndex]) -> str:
         """The text of `ids`; specials are dropped, bytes that are no UTF-8 become U+FFFD."""
         decoder = StreamDecoder(self)
         return decoder.push(*ids) + decoder.flush()
@@ -92,7 +93,7 @@ class StreamDecoder:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._drop_space = tokenizer.drops_first_space
 
-    def push(self, *ids: int) -> str:
+    def push(self, *ids: SupportsIndex) -> str:
         """The text that these further ids complete."""
         data = b"".join(self._token_bytes(int(token)) for token in ids)
         if self._drop_space and data:
@@ -334,5 +335,5 @@ def _vocabulary_error(message: str, vocab_size: int) -> DataError:
     if found := re.search(r"<= (\d+)", message):
         return DataError(f"{asked} is more than the training text carries; use at most {found[1]}, or more text")
     if found := re.search(r"\d+ vs (\d+)", message):
-        return DataError(f"{asked} is less than the training text needs; use at least {int(found[1]) + 1}")
+        return DataError(f"{asked} is less than the training text needs; use at least {found[1]}")
     return DataError(f"SentencePiece cannot be trained with {asked} on this text ({message}); use more text")
