@@ -71,6 +71,6 @@ def sorted_experts(
     row_of = jnp.zeros_like(order).at[order].set(jnp.arange(order.size), unique_indices=True)
     row_of = row_of.reshape(n_tokens, top_k)
     rows = spread(x, order // top_k, row_of)
-    scale = spread(weights.astype(jnp.float32).reshape(-1, 1), order, row_of.reshape(-1, 1))
+    scale = spread(weights.reshape(-1, 1), order, row_of.reshape(-1, 1))
     y = grouped_ffn(rows, scale, params.w_gate, params.w_up, params.w_down, counts, ACTIVATIONS[activation])
     return collect(y, order // top_k, row_of)
