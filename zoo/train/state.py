@@ -1,13 +1,16 @@
-"""Everything that training needs to go on from where it stopped."""
+"""Everything that training needs to go on from where it stopped, and where it lies."""
 
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array, Int, PyTree
 
 from zoo.layers.logical import is_spec
+from zoo.models.decoder import Decoder
+from zoo.parallel.rules import batch_sharding, grad_shardings, optimizer_shardings, param_shardings
 
 
 class TrainState(NamedTuple):
@@ -28,14 +31,62 @@ class TrainState(NamedTuple):
     skipped_in_a_row: Int[Array, ""]
 
 
+class Layout(NamedTuple):
+    """Where everything in a step lies; trees of NamedSharding.
+
+    Attributes:
+        state: a TrainState of them.
+        grads: in the tree of the parameters.
+        batch: of arrays [B, T].
+        whole: the same on every device.
+    """
+
+    state: TrainState
+    grads: PyTree[Any]
+    batch: NamedSharding
+    whole: NamedSharding
+
+
+def as_float32(tree: PyTree[Any]) -> PyTree[Any]:
+    """The arrays of a tree in float32."""
+    return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
+
+
 def init_state(params: PyTree[Any], optimizer: optax.GradientTransformation) -> TrainState:
     """The state before the first step. The optimizer's moments are float32 whatever the parameters are."""
-    opt_state = optimizer.init(jax.tree.map(lambda p: p.astype(jnp.float32), params))
     zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, opt_state, zero, zero)
+    return TrainState(zero, params, optimizer.init(as_float32(params)), zero, zero)
 
 
 def abstract_state(specs: PyTree[Any], optimizer: optax.GradientTransformation) -> TrainState:
     """The state as `jax.ShapeDtypeStruct`s, from the abstract tree of the parameters; allocates nothing."""
     shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec)
     return jax.eval_shape(lambda params: init_state(params, optimizer), shapes)
+
+
+def make_layout(specs: PyTree[Any], optimizer: optax.GradientTransformation, mesh: Mesh, zero: int) -> Layout:
+    """The layout that the rules of ZeRO `zero` give; raises as parallel.rules.spec_for does."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    opt_state = optimizer_shardings(abstract_state(specs, optimizer).opt_state, specs, mesh, zero)
+    state = TrainState(whole, param_shardings(specs, mesh, zero), opt_state, whole, whole)
+    return Layout(state, grad_shardings(specs, mesh, zero), batch_sharding(mesh), whole)
+
+
+def fresh_state(model: Decoder, optimizer: optax.GradientTransformation, layout: Layout, seed: int) -> TrainState:
+    """The state before the first step of a run, every device making its own part of it."""
+
+    def init() -> TrainState:
+        params = model.init(init_key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
+        return init_state(params, optimizer)
+
+    return jax.jit(init, out_shardings=layout.state)()
+
+
+def init_key(seed: int) -> Array:
+    """The key of the initial parameters; independent of those of the steps."""
+    return jax.random.split(jax.random.key(seed))[0]
+
+
+def step_key(seed: int, step: Int[Array, ""] | int) -> Array:
+    """The key of a training step."""
+    return jax.random.fold_in(jax.random.split(jax.random.key(seed))[1], step)

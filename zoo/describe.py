@@ -1,0 +1,87 @@
+"""What a config costs: parameters and floating-point operations, counted from the abstract tree."""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+
+from zoo.config import DenseConfig, Mixture, ModelConfig, SoftConfig
+from zoo.layers.logical import ParamSpec, is_spec
+
+# Published dense bfloat16 peaks, FLOP/s of one device, by a part of its `device_kind`; the first that fits.
+PEAKS = (
+    ("TPU v6", 918e12),
+    ("TPU v5 lite", 197e12),
+    ("TPU v5e", 197e12),
+    ("TPU v5", 459e12),
+    ("TPU v4", 275e12),
+    ("A100", 312e12),
+    ("H100 PCIe", 756e12),
+    ("H100", 989e12),
+    ("H200", 989e12),
+)
+
+
+class Parameters(NamedTuple):
+    """Parameter counts.
+
+    Attributes:
+        total: all of them.
+        active: those that one token uses; of the experts, the share that `expert_share` gives.
+        products: those of the active ones that one token is multiplied by: without norms and the look-up of
+            the embedding, but with the head, also where it is the embedding table.
+    """
+
+    total: int
+    active: int
+    products: int
+
+
+def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
+    """Counts the parameters of a model from its abstract tree of ParamSpec."""
+    total = active = products = 0.0
+    for spec in jax.tree.leaves(specs, is_leaf=is_spec):
+        size = math.prod(spec.shape)
+        used = size * (expert_share(config.moe) if _of_experts(spec) else 1)
+        multiplied = spec.role in ("matrix", "router", "head") or (spec.role == "embedding" and config.tie_embeddings)
+        total, active, products = total + size, active + used, products + used * multiplied
+    return Parameters(round(total), round(active), round(products))
+
+
+def expert_share(mixture: Mixture | None) -> float:
+    """The share of its experts' parameters that a token is multiplied by.
+
+    Sparse: k / E. Dense: 1. Soft: 1 / E for the merged expert, and 1 / L for merging all of them once in L tokens.
+    """
+    if mixture is None or isinstance(mixture, DenseConfig):
+        return 1.0
+    if isinstance(mixture, SoftConfig):
+        return min(1.0, 1 / mixture.n_experts + 1 / (mixture.segment_length or math.inf))
+    return mixture.top_k / mixture.n_experts
+
+
+def _of_experts(spec: ParamSpec) -> bool:
+    return "expert" in spec.axes and spec.role != "router"
+
+
+def flops_per_token(config: ModelConfig, specs: Any, length: int) -> float:
+    """Operations of a training step, forward and backward, for one token of a sequence of `length` tokens.
+
+    6 per parameter in a product (arXiv 2001.08361, section 2.1), and in attention 12 H h per position that a
+    token sees: 2 for the scores and 2 for their use, three times over for forward and backward. A causal token
+    sees (T + 1) / 2 positions on average, fewer in a window. What remat computes again does not count.
+    """
+    blocks = [block for stage in config.expand() for block in stage.blocks * stage.repeat]
+    attention = sum(12 * b.n_heads * b.head_dim * _mean_span(length, b.window) for b in blocks)
+    return 6 * count_parameters(config, specs).products + attention
+
+
+def _mean_span(length: int, window: int | None) -> float:
+    """Mean of min(t + 1, window) over t < length."""
+    w = min(window or length, length)
+    return (w * (w + 1) / 2 + (length - w) * w) / length
+
+
+def peak_flops(device_kind: str) -> float | None:
+    """The published bfloat16 peak of a device in FLOP/s; None for one that is not in the table (CPUs)."""
+    return next((peak for name, peak in PEAKS if name.lower() in device_kind.lower()), None)

@@ -1,0 +1,168 @@
+"""What a run says about itself: a line on the screen, metrics.jsonl, and events for TensorBoard."""
+
+import json
+import math
+import os
+import shutil
+import sys
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from tensorboardX import SummaryWriter
+
+Row = dict[str, Any]
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object a line, each with the number of finished steps as `step`."""
+
+    def __init__(self, path: Path, last_step: int = 0):
+        """Opens the file to go on after `last_step` finished steps.
+
+        Lines of later steps, and a line that a kill left half written, are cut off; the file is replaced
+        as a whole, so a kill meanwhile loses nothing.
+        """
+        rows = [row for row in read_rows(path) if row["step"] <= last_step]
+        draft = path.with_name(path.name + ".new")
+        draft.write_text("".join(map(_as_line, rows)))
+        os.replace(draft, path)
+        self._file = path.open("a")
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        """Appends a row; values that are not finite become null, as JSON has no word for them."""
+        self._file.write(_as_line(row))
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_rows(path: Path) -> list[Row]:
+    """The rows of a metrics file; none where there is no file. A line that is no object with a step is left out."""
+    if not path.exists():
+        return []
+    with path.open() as lines:
+        return [row for row in map(_as_row, lines) if row is not None]
+
+
+def _as_row(line: str) -> Row | None:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError:
+        return None
+    return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
+
+
+def _as_line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_plain(row)) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    """Values as JSON has them: arrays as lists, floats to 7 digits, nothing that is not finite."""
+    if isinstance(value, Mapping):
+        return {name: _plain(item) for name, item in value.items()}
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return float(f"{value:.7g}") if math.isfinite(value) else None
+    return value
+
+
+class Events:
+    """Scalars for TensorBoard; of a list (one value per layer), each value under its index."""
+
+    def __init__(self, directory: Path, last_step: int = 0):
+        """Later events than `last_step`, of an earlier start of the run, are hidden."""
+        self._writer = SummaryWriter(str(directory), purge_step=last_step + 1)
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for name, value in _scalars(row):
+            self._writer.add_scalar(name, value, row["step"])
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+def _scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    for name, value in _plain({name: value for name, value in row.items() if name != "step"}).items():
+        items = (
+            [(f"{name}/layer_{i}", item) for i, item in enumerate(value)]
+            if isinstance(value, list)
+            else [(name, value)]
+        )
+        yield from ((key, item) for key, item in items if isinstance(item, int | float))
+
+
+class Recorder:
+    """Sends every row to all the places that keep it."""
+
+    def __init__(self, *places: MetricsFile | Events):
+        self._places = places
+
+    def write(self, row: Mapping[str, Any]) -> None:
+        for place in self._places:
+            place.write(row)
+
+    def close(self) -> None:
+        for place in self._places:
+            place.close()
+
+
+class Screen:
+    """One line that lives on a terminal, plain lines elsewhere; of sys.stdout, or any other text stream."""
+
+    def __init__(self, stream: Any = None):
+        self._stream = stream or sys.stdout
+        self._live = self._stream.isatty()
+
+    def status(self, text: str) -> None:
+        """Replaces the live line; where there is no terminal, prints the line."""
+        if self._live:
+            width = shutil.get_terminal_size().columns - 1
+            self._stream.write(f"\r\x1b[K{text[:width]}")
+        else:
+            self._stream.write(f"{text}\n")
+        self._stream.flush()
+
+    def say(self, text: str) -> None:
+        """Prints a line that stays."""
+        self._stream.write(f"\r\x1b[K{text}\n" if self._live else f"{text}\n")
+        self._stream.flush()
+
+
+def status_line(row: Mapping[str, Any], steps: int, seconds_left: float | None) -> str:
+    """`step 120/1000  loss 3.214  1.873 bits/byte  lr 0.001  12.3k tokens/s  132G FLOP/s  ETA 3:20`.
+
+    Speed is left out where the row has none yet. MFU, the share of the device's peak, takes the place of FLOP/s
+    where that peak is known.
+    """
+    parts = [
+        f"step {row['step']}/{steps}",
+        f"loss {row['train/loss']:.4f}",
+        f"{row['train/bits_per_byte']:.3f} bits/byte",
+        f"lr {row['learning_rate']:.3g}",
+    ]
+    if "tokens_per_second" in row:
+        parts.append(f"{short(row['tokens_per_second'])} tokens/s")
+        parts.append(f"MFU {row['mfu']:.1%}" if "mfu" in row else f"{short(row['flops_per_second'])} FLOP/s")
+    if seconds_left is not None:
+        parts.append(f"ETA {clock(seconds_left)}")
+    return "  ".join(parts + ([f"{row['skipped']} skipped"] if row.get("skipped") else []))
+
+
+def short(value: float) -> str:
+    """Three digits and a letter: 12345 -> 12.3k."""
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def clock(seconds: float) -> str:
+    """Seconds as m:ss, or h:mm:ss from an hour on."""
+    whole = max(round(seconds), 0)
+    hours, minutes = divmod(whole // 60, 60)
+    return f"{hours}:{minutes:02}:{whole % 60:02}" if hours else f"{minutes}:{whole % 60:02}"

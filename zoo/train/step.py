@@ -1,0 +1,199 @@
+"""One training step and one evaluation step: pure functions, compiled once."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float, Int, PyTree
+
+from zoo.config import Experiment
+from zoo.data.loader import Batch
+from zoo.models.decoder import Decoder
+from zoo.objectives import Sums, auxiliary_loss, auxiliary_losses, moe_layers, row_losses, sums, total_loss
+from zoo.train.schedule import factor
+from zoo.train.state import Layout, TrainState, as_float32, step_key
+
+Metrics = dict[str, Array]
+Grads = PyTree[Any]
+
+
+def make_train_step(
+    model: Decoder, experiment: Experiment, optimizer: optax.GradientTransformation, layout: Layout
+) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
+    """`train_step(state, batch) -> (state, metrics)`; the state that goes in is used up (donated).
+
+    The gradient is that of the mean cross entropy plus the auxiliary losses of the whole batch, however many
+    micro-batches it is computed in. Where it, or the loss, is not finite, parameters and optimizer keep
+    every bit; only the counters move on. Metrics stay on the devices; `train/loss` is the cross entropy alone,
+    and `learning_rate` the one this step used.
+    """
+    settings, train = experiment.optimizer, experiment.train
+    schedule = factor(settings, train.steps)
+
+    def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
+        key = step_key(train.seed, state.step)
+        grads, total = gradients(model, state.params, batch, key, train.micro_batches, layout)
+        grads, norm = clip(grads, settings.clip_norm)
+        metrics = measure(total, model) | {"train/grad_norm": norm}
+        good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
+        rate = schedule(state.step)
+        state = select(good, updated(state, grads, optimizer, rate), skipped(state))
+        counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
+        return state, metrics | counters | {"learning_rate": rate * settings.learning_rate}
+
+    shardings = {"in_shardings": (layout.state, layout.batch), "out_shardings": (layout.state, layout.whole)}
+    return jax.jit(train_step, donate_argnums=0, **shardings)
+
+
+def updated(
+    state: TrainState, grads: Grads, optimizer: optax.GradientTransformation, rate: Float[Array, ""]
+) -> TrainState:
+    """The state after an update at `rate` times the peak learning rate."""
+    params = as_float32(state.params)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params)
+    params = jax.tree.map(lambda old, p, u: (p - rate * u).astype(old.dtype), state.params, params, updates)
+    return TrainState(state.step + 1, params, opt_state, state.skipped, jnp.zeros_like(state.skipped))
+
+
+def skipped(state: TrainState) -> TrainState:
+    """The state after a step whose update was left out."""
+    return state._replace(step=state.step + 1, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
+
+
+def select(condition: Bool[Array, ""], yes: TrainState, no: TrainState) -> TrainState:
+    """`yes` where `condition`, else `no`, bit for bit."""
+    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def clip(grads: Grads, limit: float | None) -> tuple[Grads, Float[Array, ""]]:
+    """Gradients scaled down to the global norm `limit` where they exceed it (arXiv 1211.5063), and their norm."""
+    norm = optax.tree.norm(grads)
+    if limit is None:
+        return grads, norm
+    scale = jnp.minimum(1.0, limit / jnp.maximum(norm, limit))
+    return jax.tree.map(lambda g: g * scale, grads), norm
+
+
+# ---------------------------------------------------------------------------------------- gradients
+
+
+def gradients(
+    model: Decoder, params: PyTree[Any], batch: Batch, key: Array, micro_batches: int, layout: Layout
+) -> tuple[Grads, Sums]:
+    """The float32 gradient of `total_loss` of the whole batch, and the batch's sums."""
+    if micro_batches > 1:
+        return _accumulated(model, params, _split(batch, micro_batches, layout), key, layout)
+
+    def objective(params: Any) -> tuple[Array, Sums]:
+        total = _sums(model, params, batch, key, 0)
+        return total_loss(total, model.config), total
+
+    grads, total = jax.grad(objective, has_aux=True)(params)
+    return jax.lax.with_sharding_constraint(as_float32(grads), layout.grads), total
+
+
+def _accumulated(model: Decoder, params: Any, parts: Batch, key: Array, layout: Layout) -> tuple[Grads, Sums]:
+    """The same from micro-batches, leaves [n, B / n, T], at the memory of one.
+
+    The mean and the auxiliary losses (products of sums) are not additive, but the sums are. So the objective
+    is linearized around the sums S of the whole batch, which a first pass without gradients adds up where there
+    is an auxiliary loss: its gradient is that of sum_m [loss_m + <weight * d auxiliary / d S, S_m>] / weight.
+    """
+    weigh = _auxiliary_cotangent(model, params, parts, key)
+
+    def objective(params: Any, part: Batch, m: Array) -> tuple[Array, Sums]:
+        total = _sums(model, params, part, key, m)
+        return total.loss + _dot(weigh, total.routing), total
+
+    def step(grads: Grads, part: tuple[Array, Batch]) -> tuple[Grads, Sums]:
+        new, total = jax.grad(objective, has_aux=True)(params, part[1], part[0])
+        grads = jax.tree.map(lambda a, b: a + b.astype(jnp.float32), grads, new)
+        return jax.lax.with_sharding_constraint(grads, layout.grads), total
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = jax.lax.with_sharding_constraint(zeros, layout.grads)
+    grads, totals = jax.lax.scan(step, zeros, _numbered(parts))
+    total = jax.tree.map(lambda x: x.sum(0), totals)
+    return jax.tree.map(lambda g: g / jnp.maximum(total.weight, 1), grads), total
+
+
+def _auxiliary_cotangent(model: Decoder, params: Any, parts: Batch, key: Array) -> Any:
+    """weight * d auxiliary / d routing statistics at those of the whole batch; None without such a loss."""
+    moe = model.config.moe
+    if moe is None or moe.balance_weight == moe.z_weight == 0:
+        return None
+    _, totals = jax.lax.scan(
+        lambda _, part: (None, _sums(model, params, part[1], key, part[0])), None, _numbered(parts)
+    )
+    total = jax.tree.map(lambda x: x.sum(0), totals)
+    slope = jax.grad(auxiliary_loss)(total.routing, model.config)
+    return jax.tree.map(lambda c: c * jnp.maximum(total.weight, 1), slope)
+
+
+def _sums(model: Decoder, params: Any, batch: Batch, key: Array, m: Int[Array, ""] | int) -> Sums:
+    """The training sums of micro-batch `m`; its randomness is a function of the step's key and of m."""
+    dropout, router = jax.random.split(jax.random.fold_in(key, m))
+    return sums(model, params, batch, deterministic=False, rngs={"dropout": dropout, "router": router})
+
+
+def _dot(cotangent: Any, routing: Any) -> Float[Array, ""]:
+    if cotangent is None:
+        return jnp.zeros(())
+    return sum(jax.tree.leaves(jax.tree.map(jnp.vdot, cotangent, routing)), jnp.zeros(()))
+
+
+def _numbered(parts: Batch) -> tuple[Array, Batch]:
+    return jnp.arange(len(parts.tokens)), parts
+
+
+def _split(batch: Batch, n: int, layout: Layout) -> Batch:
+    """Leaves [n, B / n, T]: micro-batch m takes every n-th row from m on, so each device keeps to its own rows."""
+    sharding = NamedSharding(layout.batch.mesh, PartitionSpec(None, *layout.batch.spec))
+
+    def split(x: Array) -> Array:
+        return jax.lax.with_sharding_constraint(x.reshape(-1, n, *x.shape[1:]).swapaxes(0, 1), sharding)
+
+    return jax.tree.map(split, batch)
+
+
+# ------------------------------------------------------------------------------------------ metrics
+
+
+def measure(total: Sums, model: Decoder) -> Metrics:
+    """What a batch's sums say: loss (nats per token), unweighted auxiliary losses, and how the experts were used.
+
+    Per MoE layer [L], or [L, E] for the load: `moe/load` share of the assignments, `moe/max_load` and
+    `moe/min_load` as multiples of the mean load, `moe/dropped` share of the assignments, `moe/entropy` of the
+    router in nats per token.
+    """
+    metrics = {"train/loss": total.loss / jnp.maximum(total.weight, 1), "train/tokens": total.weight}
+    for name, value in auxiliary_losses(total.routing, model.config).items():
+        metrics[f"train/{name}_loss"] = value
+    layers = moe_layers(total.routing)
+    if layers is None:
+        return metrics
+    assigned = jnp.maximum(layers.counts.sum(-1), 1)
+    load = layers.counts / assigned[:, None]
+    n_experts = load.shape[-1]
+    return metrics | {
+        "moe/load": load,
+        "moe/max_load": load.max(-1) * n_experts,
+        "moe/min_load": load.min(-1) * n_experts,
+        "moe/dropped": layers.dropped / assigned,
+        "moe/entropy": layers.entropy_sum / jnp.maximum(layers.tokens, 1),
+    }
+
+
+# --------------------------------------------------------------------------------------- evaluation
+
+
+def make_eval_step(model: Decoder, layout: Layout) -> Callable[[PyTree[Any], Batch], tuple[Array, Array]]:
+    """`eval_step(params, batch) -> (loss [B], labels [B])`: sums of every row, for the host to add in float64."""
+
+    def eval_step(params: PyTree[Any], batch: Batch) -> tuple[Array, Array]:
+        return row_losses(model, params, batch)
+
+    return jax.jit(eval_step, in_shardings=(layout.state.params, layout.batch), out_shardings=layout.whole)
