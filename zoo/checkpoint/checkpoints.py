@@ -256,7 +256,9 @@ def _no_echoes() -> Iterator[None]:
     try:
         yield
     except Exception:
-        gc.collect()  # they report when they are collected
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            gc.collect()  # they report when they are collected
         raise
     finally:
         sys.unraisablehook = hook
