@@ -6,7 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceSharding
 from jaxtyping import Array, Bool, Shaped, UInt32
 
 from zoo.parallel.rules import path_name
@@ -65,33 +65,34 @@ def _bits(x: Shaped[Array, "..."]) -> UInt32[Array, "..."]:
 
 
 def checksums(leaves: Leaves) -> dict[str, int]:
-    """The checksum of every leaf, computed where the leaves lie."""
-    sums = np.asarray(_everywhere(_all_checksums, leaves))
-    return {name: int(value) for name, value in zip(sorted(leaves), sums, strict=True)}
-
-
-def _all_checksums(leaves: Leaves) -> UInt32[Array, " n"]:
-    return jnp.stack([checksum(leaves[name]) for name in sorted(leaves)])
+    """The checksum of every leaf, computed where the leaf lies."""
+    return {name: int(value) for name, value in _of_each(checksum, leaves).items()}
 
 
 def is_finite(state: Any) -> bool:
     """Whether no leaf of the state holds an infinity or a NaN; ask before saving."""
-    return bool(_everywhere(_all_finite, by_path(state)))
+    floating = {name: x for name, x in by_path(state).items() if jnp.issubdtype(x.dtype, jnp.inexact)}
+    return all(_of_each(_finite, floating).values())
 
 
-def _all_finite(leaves: Leaves) -> Bool[Array, ""]:
-    floating = [x for x in leaves.values() if jnp.issubdtype(x.dtype, jnp.inexact)]
-    return jnp.array([jnp.isfinite(x).all() for x in floating], bool).all()
+def _finite(x: Shaped[Array, "..."]) -> Bool[Array, ""]:
+    return jnp.isfinite(x).all()
 
 
-def _everywhere(function: Any, leaves: Leaves) -> Array:
-    """`function(leaves)`, with its result on every device, so that every process can read it."""
-    meshes = (
-        leaf.sharding.mesh for leaf in leaves.values() if isinstance(getattr(leaf, "sharding", None), NamedSharding)
-    )
-    return _compiled(function, next(meshes, None))(leaves)
+def _of_each(function: Any, leaves: Leaves) -> dict[str, Any]:
+    """`function` of each leaf, on the host of every process.
+
+    Each leaf is a computation of its own: moments have the shapes of their parameters, so there are few to compile.
+    """
+    return jax.device_get({name: _compiled(function, _mesh(leaf))(leaf) for name, leaf in leaves.items()})
+
+
+def _mesh(leaf: Any) -> Mesh | None:
+    sharding = getattr(leaf, "sharding", None)
+    return sharding.mesh if isinstance(sharding, NamedSharding) else None
 
 
 @functools.cache
-def _compiled(function: Any, mesh: Any) -> Any:
+def _compiled(function: Any, mesh: Mesh | None) -> Any:
+    # The result lies on every device, so that every process can read it.
     return jax.jit(function, out_shardings=None if mesh is None else NamedSharding(mesh, PartitionSpec()))
