@@ -8,7 +8,9 @@ os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_p
 
 from jaxtyping import install_import_hook
 
-install_import_hook("zoo", "beartype.beartype")
+import tests.typecheck  # noqa: F401  the hook looks it up by name
+
+install_import_hook("zoo", "tests.typecheck.checked")
 
 import jax
 

@@ -65,8 +65,10 @@ class OptimizerConfig(Section):
         name: "adamw", or "muon" for matrices with AdamW for everything else.
         learning_rate: peak rate of AdamW.
         muon_learning_rate: peak rate of Muon.
-        beta1, beta2, eps: of AdamW (arXiv 1711.05101).
-        muon_momentum: of Muon.
+        beta1: of AdamW (arXiv 1711.05101): how much of the mean gradient a step keeps.
+        beta2: of AdamW: how much of the mean squared gradient a step keeps.
+        eps: of AdamW: added to the root of the mean squared gradient.
+        muon_momentum: of Muon: how much of the momentum a step keeps.
         weight_decay: decoupled, on matrices only.
         clip_norm: the gradient is scaled down to this global norm; None leaves it.
         schedule: "cosine" after warm-up, or "wsd": warm-up, stable, linear decay.
@@ -115,11 +117,15 @@ class TrainConfig(Section):
         micro_batches: parts that a batch is computed in; the gradient is that of the whole batch.
         seed: of the initial parameters, the order of the data and the dropout masks.
         max_bad_steps: updates with a non-finite gradient in a row, each skipped, after which the run stops.
-        log_every, eval_every, save_every, sample_every: in steps; None for only at the end (samples: never).
+        log_every: steps between two lines of metrics.
+        eval_every: steps between evaluations; None for only at the end.
+        save_every: steps between checkpoints; None for only at the end.
+        sample_every: steps between sampled texts; None for none.
         eval_batch_size: sequences per evaluation batch; it changes speed, not the result.
         keep_last: newest checkpoints that are kept.
         keep_every: checkpoints at multiples of this many steps are kept for good.
-        sample_prompt, sample_tokens: the text that samples go on from, and their length.
+        sample_prompt: the text that samples go on from.
+        sample_tokens: the length of a sample.
         tensorboard: write events for TensorBoard.
     """
 

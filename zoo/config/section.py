@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import types
 import typing
+from collections.abc import Iterable
 from typing import Any, ClassVar, Literal
 
 
@@ -51,7 +52,7 @@ def _literals(hint: Any) -> tuple[Any, ...]:
     return tuple(c for p in parts if typing.get_origin(p) is Literal for c in typing.get_args(p))
 
 
-def nearest(word: Any, choices: typing.Iterable[Any]) -> str:
+def nearest(word: Any, choices: Iterable[Any]) -> str:
     """`; did you mean X?` for the choice spelled most like `word`, or nothing."""
     found = difflib.get_close_matches(str(word), [str(c) for c in choices], n=1)
     return f"; did you mean {found[0]}?" if found else ""

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.config import Dtype
-from zoo.layers.logical import declare
+from zoo.layers.logical import Constrain, declare, unconstrained
 
 
 class Embedding(nn.Module):
@@ -16,12 +16,14 @@ class Embedding(nn.Module):
         d_model: D.
         init_std: of the normal initializer.
         param_dtype: of the table.
+        constrain: pins arrays to the mesh.
     """
 
     vocab_size: int
     d_model: int
     init_std: float
     param_dtype: Dtype
+    constrain: Constrain = unconstrained
 
     def setup(self):
         shape, axes = (self.vocab_size, self.d_model), ("vocab", "embed")
@@ -30,7 +32,9 @@ class Embedding(nn.Module):
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
         """The vector of each token; of a token beyond the vocabulary, NaN rather than another token's."""
-        return jnp.take(self.table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        # Rows are taken from whole vectors: out of vectors split over a mesh, XLA would copy the table anyway.
+        table = self.constrain(self.table, ("vocab", "embed"))
+        return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 class Head(nn.Module):

@@ -89,7 +89,7 @@ class Decoder(nn.Module):
     def setup(self):
         config = self.config
         vocabulary = (config.vocab_size, config.d_model, config.init_std, config.param_dtype)
-        self.embedding = Embedding(*vocabulary)
+        self.embedding = Embedding(*vocabulary, self.constrain)
         for i, stage in enumerate(config.expand()):
             setattr(self, f"stage_{i}", self._scanned(stage.repeat)(stage.blocks, self.constrain, self.experts))
         self.final_norm = RMSNorm(config.norm_eps, param_dtype=config.param_dtype)

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
-from zoo.check.case import Case, Finding, equal, equal_trees, worst
 from zoo.data.loader import Batch
+from zoo.laws.case import Case, Finding, equal, equal_trees, worst
 from zoo.models.decoder import Cache
 from zoo.objectives import Sums
 

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zoo.check.case import Case, Finding, equal, equal_trees, worst
 from zoo.config import DenseConfig, MeshConfig, as_mixture
 from zoo.data.loader import Batch
+from zoo.laws.case import Case, Finding, equal, equal_trees, worst
 from zoo.models.decoder import Decoder
 from zoo.parallel.experts import expert_parallel
 from zoo.parallel.mesh import make_mesh

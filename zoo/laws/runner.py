@@ -4,9 +4,9 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zoo.check import outputs, training
-from zoo.check.case import Case, Finding, make_case
 from zoo.config import nearest
+from zoo.laws import outputs, training
+from zoo.laws.case import Case, Finding, make_case
 from zoo.models.decoder import Decoder
 
 LAWS: dict[str, Callable[[Case], Finding]] = {

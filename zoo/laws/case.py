@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import ArrayLike
 from jaxtyping import Array, Int
 
 from zoo.config import SoftConfig, SparseConfig
@@ -116,7 +117,7 @@ def _length(model: Decoder) -> int:
     return min(config.context_length, max(24, 2 * max(windows) + 3, 3 * segment + 3))
 
 
-def apart(a: Array, b: Array) -> tuple[float, tuple[int, ...]]:
+def apart(a: ArrayLike, b: ArrayLike) -> tuple[float, tuple[int, ...]]:
     """The largest difference as a share of the largest number, and where it is; NaN is infinitely far."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     difference = np.nan_to_num(np.abs(a - b), nan=np.inf)
@@ -126,7 +127,7 @@ def apart(a: Array, b: Array) -> tuple[float, tuple[int, ...]]:
     return float(difference[where] / max(np.nanmax(np.abs(a)), 1e-6)), tuple(int(i) for i in where)
 
 
-def equal(a: Array, b: Array, describe: Callable[[tuple[int, ...]], str]) -> Finding:
+def equal(a: ArrayLike, b: ArrayLike, describe: Callable[[tuple[int, ...]], str]) -> Finding:
     """Passes where a and b agree; else `describe(index of the largest difference)` is the counterexample."""
     distance, where = apart(a, b)
     if distance <= TOLERANCE:

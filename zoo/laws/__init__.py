@@ -1,5 +1,5 @@
 """The laws that every causal decoder keeps, as a function that anyone can run on any model."""
 
-from zoo.check.run import LAWS, Report, check
+from zoo.laws.runner import LAWS, Report, check
 
 __all__ = ["LAWS", "Report", "check"]

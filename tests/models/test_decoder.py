@@ -1,0 +1,106 @@
+"""The decoder's interface: shapes, positions, cache, parameter tree and errors."""
+
+import dataclasses
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import zoo
+from tests.laws.architectures import ARCHITECTURES
+from zoo.layers.attention import init_kv_cache, write_kv_cache
+from zoo.layers.logical import ParamSpec, is_spec
+from zoo.models.decoder import restarting_positions
+
+TOKENS = jnp.zeros((2, 8), jnp.int32)
+
+
+@pytest.fixture(scope="module", params=list(ARCHITECTURES))
+def model(request):
+    return zoo.build(ARCHITECTURES[request.param])
+
+
+def test_abstract_tree_describes_the_parameters(model):
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    specs = model.abstract_params()
+    chex.assert_trees_all_equal_structs(params, jax.tree.map(lambda spec: spec.value, specs, is_leaf=is_spec))
+    for spec, leaf in zip(jax.tree.leaves(specs, is_leaf=is_spec), jax.tree.leaves(params), strict=True):
+        assert isinstance(spec, ParamSpec)
+        assert (spec.shape, spec.dtype, len(spec.axes)) == (leaf.shape, leaf.dtype, leaf.ndim)
+        assert bool(spec.inputs and spec.outputs) == (spec.role in {"matrix", "router", "head"})
+
+
+def test_parameters_are_stacked_under_stage_and_block(model):
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    for i, stage in enumerate(model.config.expand()):
+        assert set(params[f"stage_{i}"]) == {f"block_{j}" for j in range(len(stage.blocks))}
+        for leaf in jax.tree.leaves(params[f"stage_{i}"]):
+            assert leaf.shape[0] == stage.repeat
+
+
+def test_output(model):
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    out = jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS), params)
+    assert out.cache is None
+    assert (out.logits.shape, out.logits.dtype) == ((2, 8, 48), jnp.float32)
+    for stage, routing in zip(model.config.expand(), out.routing, strict=True):
+        for block, stats in zip(stage.blocks, routing, strict=True):
+            assert (stats is None) == (block.moe is None)
+            if stats is not None:
+                assert stats.counts.shape == (stage.repeat, block.moe.n_experts)
+
+
+def test_hidden_states_times_head_weights_are_the_logits(model):
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+    tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 48)
+    hidden = jax.jit(lambda p: model.apply({"params": p}, tokens, method="hidden"))(params).hidden
+    logits = jax.jit(lambda p: model.apply({"params": p}, tokens))(params).logits
+    np.testing.assert_allclose(hidden @ model.head_weights(params), logits, atol=1e-5)
+
+
+def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
+    config = dataclasses.replace(ARCHITECTURES["sparse"], compute_dtype="bfloat16")
+    model = zoo.build(config)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    assert {leaf.dtype for leaf in jax.tree.leaves(params)} == {jnp.dtype("float32")}
+    hidden = jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS, method="hidden"), params).hidden
+    assert hidden.dtype == jnp.bfloat16
+    assert jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS), params).logits.dtype == jnp.float32
+
+
+def test_positions_restart_in_every_segment():
+    segments = jnp.array([[1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 1, 1, 1]])
+    expected = [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 2]]
+    np.testing.assert_array_equal(restarting_positions(segments), expected)
+
+
+def test_ring_cache_keeps_the_last_tokens_of_each_row():
+    block = dataclasses.replace(ARCHITECTURES["none"].expand()[0].blocks[0], window=3, n_kv_heads=1, head_dim=2)
+    cache = init_kv_cache(block, 2, 100)
+    assert cache.k.shape == (2, 3, 1, 2)
+    k = jnp.arange(20.0).reshape(2, 5, 1, 2)
+    positions = jnp.tile(jnp.arange(5), (2, 1))
+    written = write_kv_cache(cache, k, k, positions, jnp.array([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0]]))
+    np.testing.assert_array_equal(written.positions, [[3, 4, 2], [0, 1, -1]])
+    np.testing.assert_array_equal(written.k[0, :, 0], k[0, jnp.array([3, 4, 2]), 0])
+    np.testing.assert_array_equal(written.k[1, :, 0], [[10, 11], [12, 13], [0, 0]])
+
+
+def test_a_token_beyond_the_vocabulary_is_not_taken_for_another():
+    model = zoo.build(ARCHITECTURES["none"])
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+    logits = model.apply({"params": params}, jnp.array([[1, 48]])).logits
+    assert not bool(jnp.isfinite(logits[0, 1]).any())
+
+
+def test_errors_come_before_compilation():
+    config = ARCHITECTURES["none"]
+    model = zoo.build(config)
+    with pytest.raises(ValueError, match=r"33 in a row are more than model.context_length=32"):
+        jax.eval_shape(model.init, jax.random.key(0), jnp.zeros((1, 33), jnp.int32))
+    with pytest.raises(ValueError, match=r"length=33 is more than model.context_length=32"):
+        model.init_cache(1, 33)
+    with pytest.raises(zoo.ConfigError, match=r"model.vocab_size=None: set it to the size of the tokenizer"):
+        zoo.build(dataclasses.replace(config, vocab_size=None))
