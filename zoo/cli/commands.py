@@ -130,10 +130,8 @@ def _with_experiment(command: type[WithExperiment], args: Sequence[str], prog: s
     path, mixture = _early(args, "--config"), _early(args, "--mixture")
     if path is None and not {"-h", "--help"} & set(args):
         files = [arg for arg in args if arg.endswith(".py")]
-        hint = (
-            f"; did you mean --config {files[0]}?" if files else ", a Python file that defines config = Experiment(...)"
-        )
-        raise OptionError(f"{prog} needs --config FILE{hint}")
+        hint = f"did you mean --config {files[0]}?" if files else "a Python file that defines config = Experiment(...)"
+        raise OptionError(f"{prog} needs --config FILE; {hint}")
     experiment = EXAMPLE if path is None else load_experiment(path)
     if mixture is not None:
         model = dataclasses.replace(experiment.model, moe=as_mixture(experiment.model.moe, mixture))
