@@ -1,0 +1,281 @@
+"""A run from its config to its pictures; reads from top to bottom."""
+
+import math
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from zoo.checkpoint import Checkpoints, is_finite
+from zoo.config import Experiment
+from zoo.infer.generate import generate
+from zoo.parallel.distributed import agree, global_batch, initialize
+from zoo.rundir import Run, RunDir
+from zoo.train.evaluate import evaluate
+from zoo.train.metrics import Events, MetricsFile, Recorder, Row, Screen, read_rows, status_line
+from zoo.train.parts import Parts, assemble, begin, introduce
+from zoo.train.pictures import draw_pictures
+from zoo.train.speed import Speed
+from zoo.train.state import TrainState, abstract_state, fresh_state
+from zoo.train.step import make_eval_step, make_train_step
+
+
+class TrainingError(ValueError):
+    """Training that cannot go on; the message says where the last good state is and what to do."""
+
+
+class Result(NamedTuple):
+    """How a run ended.
+
+    Attributes:
+        directory: the run directory.
+        step: finished steps.
+        validation: the newest `val/...` numbers of metrics.jsonl, empty where there are none.
+        signal: the signal that ended it early, else None.
+    """
+
+    directory: Path
+    step: int
+    validation: Row
+    signal: int | None
+
+
+def train(experiment: Experiment) -> Result:
+    """Trains a model, going on from the newest good checkpoint of its run directory.
+
+    Everything is a function of the experiment and the step, so that a run which is killed and started again on an
+    equal machine ends with the same bits. SIGTERM and SIGINT let the step end and save.
+
+    Raises:
+        ConfigError: settings that do not fit together, the text or the devices; before anything is compiled.
+        DataError: text that cannot be used.
+        RunError: the run directory holds something else.
+        CheckpointError: no checkpoint can be read, or one cannot be written.
+        TrainingError: train.max_bad_steps updates in a row were not finite, or the parameters are not.
+    """
+    initialize()
+    parts = assemble(experiment)
+    begin(parts, experiment)
+    screen = Screen() if jax.process_index() == 0 else Screen(open(os.devnull, "w"))  # noqa: SIM115
+    introduce(parts, screen)
+    settings = parts.experiment.train
+    checkpoints = Checkpoints(parts.directory.checkpoints, settings.keep_last, settings.keep_every, say=screen.say)
+    with closing(checkpoints):
+        state, step = restore(parts, checkpoints, screen)
+        if step >= settings.steps:
+            return finished(parts, step, screen)
+        with closing(open_recorder(parts, step)) as recorder, _signals() as caught:
+            return Loop(parts, screen, recorder, checkpoints, caught).run(state, step)
+
+
+# ---------------------------------------------------------------------------------------- before the first step
+
+
+def restore(parts: Parts, checkpoints: Checkpoints, screen: Screen) -> tuple[TrainState, int]:
+    """The state to go on from, and its step: that of the newest good checkpoint, or the initial one."""
+    shapes = abstract_state(parts.specs, parts.optimizer)
+    placed = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, parts.layout.state
+    )
+    found = checkpoints.restore(placed)
+    if found is None:
+        return fresh_state(parts.model, parts.optimizer, parts.layout, parts.experiment.train.seed), 0
+    step, state, _ = found
+    screen.say(f"resumed at step {step} of {parts.experiment.train.steps}")
+    return state, step
+
+
+def finished(parts: Parts, step: int, screen: Screen) -> Result:
+    """The result of a run that has nothing left to do."""
+    directory = parts.directory
+    screen.say(f"finished: {step} of {parts.experiment.train.steps} steps are done; raise --train.steps to go on")
+    validation = _newest_validation(directory)
+    if jax.process_index() == 0 and not directory.loss.exists():
+        draw_pictures(directory.metrics, directory.loss, directory.experts)
+    return Result(directory.path, step, validation, None)
+
+
+def _newest_validation(directory: RunDir) -> Row:
+    rows = [row for row in read_rows(directory.metrics) if "val/loss" in row]
+    return {name: value for name, value in rows[-1].items() if name.startswith("val/")} if rows else {}
+
+
+def open_recorder(parts: Parts, step: int) -> Recorder:
+    """Where rows go; what an earlier start wrote of later steps is cut off. Only process 0 writes."""
+    if jax.process_index() != 0:
+        return Recorder()
+    metrics = MetricsFile(parts.directory.metrics, step)
+    if not parts.experiment.train.tensorboard:
+        return Recorder(metrics)
+    return Recorder(metrics, Events(parts.directory.events, step))
+
+
+@contextmanager
+def _signals() -> Iterator[list[int]]:
+    """The list that SIGTERM and SIGINT are noted in instead of ending the process; a second one interrupts."""
+    caught: list[int] = []
+
+    def note(number: int, _: Any) -> None:
+        if caught:
+            raise KeyboardInterrupt
+        caught.append(number)
+
+    if threading.current_thread() is not threading.main_thread():  # only the main thread may set handlers
+        yield caught
+        return
+    with ExitStack() as undo:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            undo.callback(signal.signal, number, signal.signal(number, note))
+        yield caught
+
+
+# ------------------------------------------------------------------------------------------------ the steps
+
+
+class Loop:
+    """The steps of a run, and what happens between them."""
+
+    def __init__(self, parts: Parts, screen: Screen, recorder: Recorder, checkpoints: Checkpoints, caught: list[int]):
+        self.parts, self.settings = parts, parts.experiment.train
+        self.screen, self.recorder, self.checkpoints, self.caught = screen, recorder, checkpoints, caught
+        self.train_step = make_train_step(parts.model, parts.experiment, parts.optimizer, parts.layout)
+        self.eval_step = make_eval_step(parts.model, parts.layout)
+        self.speed = Speed(parts)
+        train = parts.corpus.train
+        self.labels_per_byte = (len(train.tokens) - len(train.offsets) + 1) / train.text_bytes
+
+    def run(self, state: TrainState, step: int) -> Result:
+        """Takes the steps from `step` on.
+
+        The numbers of a step are read while the next one runs, so that the devices never wait for the host.
+        """
+        with closing(self.parts.loader.iterate(step)) as batches:
+            unread = None
+            while step < self.settings.steps and not self._stopping(step):
+                state, metrics = self.train_step(state, global_batch(next(batches), self.parts.mesh))
+                step += 1
+                self._read(unread, state, step)
+                unread = step, metrics
+                if self._due(step):
+                    self._read(unread, state, step)
+                    unread = None
+                    self._visit(state, step)
+        if step < self.settings.steps:
+            self._read(unread, state, step)
+            self._end(state, step)
+        return self._result(step)
+
+    def _stopping(self, step: int) -> bool:
+        """Whether a signal came. Several processes have to agree, which is too slow for every step."""
+        if jax.process_count() > 1 and step % self.settings.log_every:
+            return False
+        return not agree(not self.caught)
+
+    def _read(self, unread: tuple[int, dict[str, Any]] | None, state: TrainState, at: int) -> None:
+        """Looks at the numbers of a step, which the devices may still be computing; `state` is that after step `at`."""
+        if unread is None:
+            return
+        step, metrics = unread
+        if int(metrics["skipped_in_a_row"]) >= self.settings.max_bad_steps:
+            self.save(state, at, wait=True)
+            raise TrainingError(
+                f"{self.settings.named('max_bad_steps')} updates in a row, the last of them step {step}, were skipped "
+                f"because gradient or loss were not finite; the state before them is saved in "
+                f"{self.parts.directory.checkpoints}; lower the learning rate, or look at the text"
+            )
+        self.speed.step_done(step)
+        if step == 1 or step == self.settings.steps or step % self.settings.log_every == 0:
+            self._log(step, jax.device_get(metrics))
+
+    def _log(self, step: int, metrics: Row) -> None:
+        bits = float(metrics["train/loss"]) / math.log(2) * self.labels_per_byte
+        first = {"step": step, "train/loss": metrics["train/loss"], "train/bits_per_byte": bits}
+        row = first | self.speed.lap(step) | metrics
+        self.recorder.write(row)
+        left = self.settings.steps - step
+        self.screen.status(status_line(row, self.settings.steps, self.speed.seconds(left)))
+
+    def _due(self, step: int) -> bool:
+        """Whether something other than the next step is to be done after `step` steps."""
+        settings = self.settings
+        every = (settings.eval_every, settings.save_every, settings.sample_every)
+        return step == settings.steps or any(_multiple(step, n) for n in every)
+
+    def _visit(self, state: TrainState, step: int) -> None:
+        """Evaluates, samples and saves, what of these is due. Rows come before the checkpoint of their step:
+        resuming from it keeps them."""
+        settings, last = self.settings, step == self.settings.steps
+        with self.speed.pause():
+            if last or _multiple(step, settings.eval_every):
+                self.evaluate(state, step)
+            if settings.sample_every and (last or _multiple(step, settings.sample_every)):
+                self.sample(state, step)
+            if last:
+                self._end(state, step)
+            elif _multiple(step, settings.save_every):
+                self.save(state, step)
+
+    def _end(self, state: TrainState, step: int) -> None:
+        """Pictures first: a run whose last checkpoint is there has everything."""
+        directory = self.parts.directory
+        if jax.process_index() == 0:
+            draw_pictures(directory.metrics, directory.loss, directory.experts)
+        self.save(state, step, wait=True)
+
+    def _result(self, step: int) -> Result:
+        directory = self.parts.directory
+        number = self.caught[0] if self.caught and step < self.settings.steps else None
+        if number is None:
+            self.screen.say(f"finished {step} steps; pictures, metrics and checkpoints are in {directory.path}")
+        else:
+            name = signal.Signals(number).name
+            self.screen.say(f"{name}: saved step {step} of {self.settings.steps}; the same command goes on from there")
+        return Result(directory.path, step, _newest_validation(directory), number)
+
+    # ------------------------------------------------------------------------------------ between the steps
+
+    def evaluate(self, state: TrainState, step: int) -> None:
+        """Evaluates on the whole validation set, and writes and says the result."""
+        self.screen.status(f"step {step}: evaluating")
+        row = evaluate(self.parts, self.eval_step, state.params)
+        self.recorder.write({"step": step} | row)
+        self.screen.say(
+            f"step {step}: validation {row['val/loss']:.4f} nats/token  {row['val/bits_per_byte']:.4f} bits/byte  "
+            f"perplexity {row['val/perplexity']:.2f}  (gzip -9: {row['val/gzip_bits_per_byte']:.2f} bits/byte)"
+        )
+
+    def sample(self, state: TrainState, step: int) -> None:
+        """Writes a text that the model writes, and shows it. Several processes would have to write it together."""
+        if jax.process_count() > 1:
+            return
+        parts, settings = self.parts, self.settings
+        tokenizer, prompt = parts.corpus.tokenizer, settings.sample_prompt
+        run = Run(parts.model, state.params, tokenizer, parts.experiment)
+        room = parts.experiment.model.context_length - len(tokenizer.encode(prompt)) - 1
+        text = prompt + generate(run, prompt, max_tokens=min(settings.sample_tokens, room), seed=step)[0]
+        parts.directory.samples.mkdir(exist_ok=True)
+        (parts.directory.samples / f"step_{step}.txt").write_text(text + "\n")
+        self.screen.say(f"step {step}: sample\n{text}\n")
+
+    def save(self, state: TrainState, step: int, wait: bool = False) -> None:
+        """Saves a state that is finite; with `wait`, returns when it is on disk.
+
+        Raises:
+            TrainingError: the state is not finite; it is not saved.
+            CheckpointError: this or the previous save failed.
+        """
+        if not is_finite(state):
+            raise TrainingError(
+                f"the state after step {step} is not finite and was not saved; earlier checkpoints are in "
+                f"{self.parts.directory.checkpoints}; lower the learning rate"
+            )
+        self.checkpoints.save(step, state, {"tokenizer": self.parts.corpus.tokenizer.fingerprint}, wait=wait)
+
+
+def _multiple(step: int, n: int | None) -> bool:
+    return n is not None and step % n == 0
