@@ -94,7 +94,7 @@ def test_many_blocks_of_every_length():
     """Groups longer than a block, and lengths around its multiples."""
     size = block_rows(600, E)
     counts = [2 * size, size + 1, size - 1, 600 - 4 * size]
-    assert 600 > 4 * size and size > 1
+    assert 4 * size < 600 and size > 1
     args = (*inputs(600), jnp.array(counts))
     assert_close(jax.jit(ffn)(*args), numpy_ffn(*wide(args[:5]), counts), 1e-4)
     found, expected = ffn_gradients(*args)[1], ffn_gradients_reference(*args)[1]

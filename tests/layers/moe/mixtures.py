@@ -21,16 +21,25 @@ def block_of(moe, **changes):
 
 
 def make(moe, seed=0, **changes):
-    """(module, params) of a mixture in a block of width D."""
+    """(module, params) of a mixture in a block of width D, with all weights drawn from N(0, 0.5^2)."""
     module = build_moe(block_of(moe, **changes))
-    x, mask = jnp.zeros((1, 2, D)), jnp.ones((1, 2), bool)
-    ids = jnp.ones((1, 2), jnp.int32)
-    params = module.init(jax.random.key(seed), x, mask, positions=ids * 0, segment_ids=ids)["params"]
-    return module, nn.meta.unbox(params)
+    draw = np.random.default_rng(seed)
+    return module, jax.tree.map(lambda p: jnp.asarray(0.5 * draw.normal(size=p.shape), p.dtype), shapes(module))
+
+
+def shapes(module):
+    """The module's parameters as shapes and dtypes; nothing is computed."""
+    return nn.meta.unbox(jax.eval_shape(partial(initialize, module), jax.random.key(0)))
+
+
+def initialize(module, key):
+    """The module's parameters, boxed, by its own initializers."""
+    x, mask, ids = jnp.zeros((1, 2, D)), jnp.ones((1, 2), bool), jnp.ones((1, 2), jnp.int32)
+    return module.init(key, x, mask, positions=ids - 1, segment_ids=ids)["params"]
 
 
 def tokens(batch=2, length=6, seed=1):
-    return jax.random.normal(jax.random.key(seed), (batch, length, D))
+    return jnp.asarray(np.random.default_rng(seed).normal(size=(batch, length, D)), jnp.float32)
 
 
 def call(module, params, x, mask=None, positions=None, segment_ids=None, cache=None, deterministic=True, rng=None):

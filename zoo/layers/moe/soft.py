@@ -28,18 +28,18 @@ class SoftState(NamedTuple):
     Attributes:
         sum: [B, D] float32, the sum of the mixture's inputs in the segment so far.
         tokens: [B] float32, how many they are.
-        document: [B] int32, segment id of its document; 0 before the first token.
-        segment: [B] int32, its number in the document, position // L.
         logits: [B, E] float32, raw router logits that serve it.
         merged: the expert that serves it, [B, D, F] and [B, F, D] in the compute dtype.
+        document: [B] int32, segment id of its document; 0 before the first token.
+        segment: [B] int32, its number in the document, position // L.
     """
 
     sum: Array
     tokens: Array
-    document: Array
-    segment: Array
     logits: Array
     merged: ExpertParams
+    document: Array
+    segment: Array
 
 
 def init_soft_state(config: SoftConfig, block: BlockConfig, batch_size: int) -> SoftState:
@@ -152,7 +152,7 @@ class SoftMoE(nn.Module):
     more segments than ceil(T / L) + max_documents - 1, so with too many documents, gives NaN from the first
     token that found no place on, never a wrong number; the packer bounds the documents.
     Without a segment length the whole row is one segment and is routed by its own mean: not causal.
-    Routing and merging are in float32, the merged experts in the compute dtype.
+    Routing and merging are in float32, the merged experts in the compute dtype. Padding gives 0.
 
     Attributes:
         config: sizes, segment length and the bound on documents.
@@ -192,7 +192,7 @@ class SoftMoE(nn.Module):
             segment = positions // self.config.segment_length
             run = self._step if cache is not None and x.shape[1] == 1 else self._segments
             y, stats, cache = run(x, token_mask, segment_ids, segment, cache)
-        y = self.constrain(y, ("batch", "length", "embed"))
+        y = self.constrain(jnp.where(token_mask[..., None], y, 0), ("batch", "length", "embed"))
         return (y + self.shared(x) if self.config.n_shared_experts else y), stats, cache
 
     def _logits(self, summary: Float[Array, "*N D"]) -> Float[Array, "*N E"]:
@@ -227,15 +227,16 @@ class SoftMoE(nn.Module):
         rows = jax.vmap(spread)(x, source, slots.place[..., None]).reshape(*slots.source.shape, -1)
         tokens = jnp.sum(slots.source < length, axis=-1, dtype=jnp.float32)
         opening = partial(_first, source=slots.source[..., 0])
-        new = _chain(jnp.sum(rows.astype(jnp.float32), 2), tokens, opening(document), opening(segment), state)
-        logits = self._logits(_previous(*new, self.block.norm_eps))
+        new, keys = _chain(jnp.sum(rows.astype(jnp.float32), 2), tokens, opening(document), opening(segment), state)
+        logits = self._logits(_previous(*new, *keys, self.block.norm_eps))
         logits = logits if state is None else logits.at[:, 0].set(state.logits)
         merged = self._merge(logits) if state is None else self._merge_after(logits, state)
         y = self._apply(rows, merged)
         y = jax.vmap(collect)(y.reshape(*source.shape, -1), source, slots.place[..., None])
         y = jnp.where(slots.lost[..., None], jnp.nan, y)
         if state is not None:
-            state = jax.tree.map(partial(_at, slot=slots.last), SoftState(*new, logits, merged))
+            kept = jax.tree.map(partial(_at, slot=slots.last), (*new, logits, merged))
+            state = SoftState(*kept, *_latest(token_mask, (document, segment), opened))
         return y, _stats(logits, tokens), state
 
     def _merge_after(self, logits: Array, state: SoftState) -> ExpertParams:
@@ -257,7 +258,7 @@ class SoftMoE(nn.Module):
         total = jnp.where(start[:, None], 0, state.sum) + jnp.where(mask[:, None], x[:, 0], 0)
         tokens = jnp.where(start, 0, state.tokens) + mask
         keep = lambda new, old: jnp.where(start, new, old)  # noqa: E731
-        new = SoftState(total, tokens, keep(document, state.document), keep(segment, state.segment), logits, merged)
+        new = SoftState(total, tokens, logits, merged, keep(document, state.document), keep(segment, state.segment))
         return self._apply(x, merged), _stats(logits, mask.astype(jnp.float32)), new
 
 
@@ -267,23 +268,26 @@ def _first(values: Int[Array, "B T"], source: Int[Array, "B S"]) -> Int[Array, "
 
 
 def _at(values: Array, slot: Int[Array, "B"]) -> Array:
-    """values[b, slot[b]]; NaN for a slot that does not exist, so that lost tokens cannot be forgotten."""
+    """values[b, slot[b]]; NaN for a slot that does not exist, so that what was lost stays lost."""
     index = slot.reshape(-1, *(1,) * (values.ndim - 1))
     return jnp.take_along_axis(values, index, axis=1, mode="fill")[:, 0]
 
 
 def _chain(
     total: Array, tokens: Array, document: Array, segment: Array, state: SoftState | None
-) -> tuple[Array, Array, Array, Array]:
-    """Sum, tokens, document and segment of each slot; slot 0 goes on from the state."""
+) -> tuple[tuple[Array, Array], tuple[Array, Array]]:
+    """(sum, tokens) and (document, segment) of each slot; slot 0 goes on from the state."""
     if state is None:
-        return total, tokens, document, segment
-    return (
-        total.at[:, 0].add(state.sum),
-        tokens.at[:, 0].add(state.tokens),
-        document.at[:, 0].set(state.document),
-        segment.at[:, 0].set(state.segment),
-    )
+        return (total, tokens), (document, segment)
+    total, tokens = total.at[:, 0].add(state.sum), tokens.at[:, 0].add(state.tokens)
+    return (total, tokens), (document.at[:, 0].set(state.document), segment.at[:, 0].set(state.segment))
+
+
+def _latest(token_mask: Array, keys: tuple[Array, Array], opened: tuple[Array, Array]) -> tuple[Array, Array]:
+    """The keys of each row's last real token; `opened` where there is none."""
+    newest = jnp.max(jnp.where(token_mask, jnp.arange(1, token_mask.shape[1] + 1), 0), axis=1)
+    padded = (jnp.concatenate([first[:, None], key], axis=1) for first, key in zip(opened, keys, strict=True))
+    return tuple(jnp.take_along_axis(key, newest[:, None], axis=1)[:, 0] for key in padded)
 
 
 def _previous(total: Array, tokens: Array, document: Array, segment: Array, eps: float) -> Float[Array, "B S D"]:

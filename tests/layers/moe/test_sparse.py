@@ -1,0 +1,255 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.test_util import check_grads
+from mixtures import (
+    D,
+    F,
+    assert_close,
+    block_of,
+    call,
+    expert,
+    gradients,
+    influence,
+    initialize,
+    make,
+    numpy_params,
+    numpy_sparse,
+    softmax,
+    swiglu,
+    tokens,
+)
+from test_router import LOGITS
+
+from zoo.config import DenseConfig, SparseConfig
+from zoo.layers.moe import ExpertParams, build_moe, route, sorted_experts
+from zoo.layers.moe.sparse import capacity, within_capacity
+
+E = 4
+CONFIG = SparseConfig(n_experts=E, d_ff=F)
+
+
+@pytest.fixture(scope="module")
+def sparse():
+    return make(CONFIG)
+
+
+def with_equal_experts(params):
+    return params | {n: jnp.broadcast_to(params[n][:1], params[n].shape) for n in ("w_gate", "w_up", "w_down")}
+
+
+@pytest.mark.parametrize("top_k, renormalize", [(1, False), (2, True), (2, False), (E, True)])
+def test_is_the_formula(top_k, renormalize):
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, top_k=top_k, renormalize=renormalize))
+    x = tokens()
+    y, stats, cache = call(module, params, x)
+    assert_close(y, numpy_sparse(x, params, top_k, renormalize))
+    assert cache is None and stats.tokens == 12 and stats.counts.sum() == 12 * top_k
+    p = softmax(np.asarray(x, np.float64) @ numpy_params(params)["router"]["w"])
+    np.testing.assert_allclose(stats.prob_sum, p.sum((0, 1)), rtol=1e-5)
+    weights = np.sort(p)[..., -top_k:]
+    expected = 12 if renormalize else weights.sum()
+    np.testing.assert_allclose(stats.gate_sum.sum(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_identical_experts_are_one_ffn_times_the_sum_of_weights(renormalize):
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, renormalize=renormalize))
+    params, x = with_equal_experts(params), tokens()
+    plain = swiglu(np.asarray(x, np.float64), *expert(numpy_params(params), 0))
+    p = np.sort(softmax(np.asarray(x, np.float64) @ numpy_params(params)["router"]["w"]))
+    weight = 1 if renormalize else p[..., -2:].sum(-1, keepdims=True)
+    assert_close(call(module, params, x)[0], weight * plain)
+
+
+def test_with_all_experts_it_is_the_dense_mixture_in_values_and_all_gradients():
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, top_k=E, renormalize=False))
+    dense, _ = make(DenseConfig(n_experts=E, d_ff=F))
+    x = tokens()
+    assert_close(call(module, params, x)[0], call(dense, params, x)[0])
+    assert_close(gradients(module, params, x), gradients(dense, params, x), 1e-4)
+
+
+def test_permuting_tokens_permutes_outputs(sparse):
+    x, order = tokens(1, 10), jnp.array([3, 1, 9, 0, 2, 8, 7, 5, 6, 4])
+    assert_close(call(*sparse, x[:, order])[0], call(*sparse, x)[0][:, order])
+
+
+def test_with_a_capacity_the_order_of_tokens_matters():
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5))
+    x, order = tokens(1, 10), jnp.arange(10)[::-1]
+    run = lambda x: call(module, params, x, deterministic=False)[0]  # noqa: E731
+    assert np.abs(run(x[:, order]) - run(x)[:, order]).max() > 1e-2
+
+
+def test_permuting_experts_with_the_router_changes_nothing(sparse):
+    module, params = sparse
+    order = jnp.array([2, 0, 3, 1])
+    moved = {n: w[order] for n, w in params.items() if n != "router"}
+    moved["router"] = {"w": params["router"]["w"][:, order]}
+    y, stats, _ = call(module, params, tokens())
+    y_moved, stats_moved, _ = call(module, moved, tokens())
+    assert_close(y, y_moved)
+    np.testing.assert_array_equal(stats.counts[order], stats_moved.counts)
+
+
+def test_capacity_is_never_rounded_down():
+    assert capacity(1.25, 2, 1, 8) == 1
+    assert capacity(0.5, 1, 8, 8) == 1
+    assert capacity(1.25, 2, 16, 8) == 5
+    assert capacity(1.0, 2, 5, 4) == 3
+    assert capacity(1.1, 1, 40, 4) == 11  # in floating point 1.1 * 40 / 4 is above 11
+
+
+def test_golden_table_of_kept_assignments():
+    _, indices, _ = route(LOGITS, 2, True)
+    kept = within_capacity(indices[None], jnp.arange(6)[None] < 5, 4, 2)[0]
+    expected = {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (4, 1)}
+    assert {tuple(map(int, at)) for at in np.argwhere(kept)} == expected
+
+
+def test_padding_takes_no_place():
+    indices = jnp.zeros((1, 4, 1), jnp.int32)
+    mask = jnp.array([[False, True, False, True]])
+    np.testing.assert_array_equal(within_capacity(indices, mask, 4, 1)[0, :, 0], [False, True, False, False])
+
+
+def test_dropped_assignments_add_nothing_and_their_weight_goes_nowhere():
+    config = SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5)
+    module, params = make(config)
+    x = tokens(2, 8)
+    y, stats, _ = call(module, params, x, deterministic=False)
+    wide, inputs = numpy_params(params), np.asarray(x, np.float64)
+    expected, gates, dropped = np.zeros_like(inputs), np.zeros(E), 0
+    for b in range(2):
+        places = np.zeros(E)
+        for t in range(8):
+            p = softmax(inputs[b, t] @ wide["router"]["w"])
+            chosen = np.argsort(-p)[:2]
+            for e in chosen:
+                places[e] += 1
+                if places[e] > 2:  # ceil(0.5 * 2 * 8 / 4)
+                    dropped += 1
+                    continue
+                weight = p[e] / p[chosen].sum()
+                gates[e] += weight
+                expected[b, t] += weight * swiglu(inputs[b, t], *expert(wide, e))
+    assert dropped > 0
+    assert_close(y, expected)
+    assert stats.dropped == dropped and stats.counts.sum() == 32
+    np.testing.assert_allclose(stats.gate_sum, gates, rtol=1e-5)
+
+
+def test_evaluation_is_dropless_and_so_is_a_large_capacity(sparse):
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.1))
+    x = tokens()
+    dropless = call(*sparse, x)
+    assert_close(call(module, params, x)[:2], dropless[:2])
+    roomy, _ = make(SparseConfig(n_experts=E, d_ff=F, capacity_factor=E / 2))
+    assert_close(call(roomy, params, x, deterministic=False)[:2], dropless[:2])
+
+
+@pytest.mark.parametrize("capacity_factor", [None, 0.5])
+def test_is_causal_in_training(capacity_factor):
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, capacity_factor=capacity_factor))
+    moved = influence(module, params, tokens(1, 6), deterministic=False)
+    assert not np.any(np.triu(moved, 1)) and np.any(moved)
+
+
+def test_padding_and_other_rows_change_no_real_token(sparse):
+    module, params = sparse
+    x = tokens(2, 6)
+    mask = jnp.array([[1, 1, 1, 1, 1, 1], [0, 1, 1, 0, 1, 0]], bool)
+    y, stats, _ = call(module, params, x, mask)
+    noisy = jnp.where(mask[..., None], x, 1e3)
+    y_noisy, stats_noisy, _ = call(module, params, noisy, mask)
+    np.testing.assert_array_equal(y, y_noisy)
+    assert_close(stats, stats_noisy)
+    assert not np.any(y[~mask])
+    alone, stats_alone, _ = call(module, params, x[1:][:, jnp.array([1, 2, 4])])
+    assert_close(y[1][mask[1]], alone[0])
+    first = call(module, params, x[:1])[1]
+    assert_close(stats, jax.tree.map(jnp.add, first, stats_alone))
+
+
+@pytest.mark.parametrize("batch, length, top_k, n_experts", [(1, 1, 2, 4), (2, 7, 3, 5), (1, 3, 1, 1), (2, 5, 4, 4)])
+def test_odd_sizes_and_rows_of_padding_are_finite(batch, length, top_k, n_experts):
+    module, params = make(SparseConfig(n_experts=n_experts, d_ff=F, top_k=top_k, renormalize=top_k > 1))
+    x = tokens(batch, length)
+    assert_close(call(module, params, x)[0], numpy_sparse(x, params, top_k, top_k > 1))
+    y, stats, _ = call(module, params, x, jnp.zeros((batch, length), bool))
+    assert not np.any(y) and not np.any(stats.counts) and stats.tokens == 0
+
+
+def test_rows_of_padding_and_unused_experts_have_gradients_of_exactly_zero(sparse):
+    module, params = sparse
+    x = tokens()
+    for grad in jax.tree.leaves(gradients(module, params, x, jnp.zeros((2, 6), bool))):
+        assert not np.any(grad)
+    only_two = params | {"router": {"w": jnp.zeros((D, E)).at[0, :2].set(jnp.sign(x[0, 0, 0]) * 50)}}
+    one = jnp.zeros((2, 6), bool).at[0, 0].set(True)
+    grads, dx = gradients(module, only_two, x, one)
+    assert all(np.all(np.isfinite(g)) for g in jax.tree.leaves((grads, dx)))
+    for name in ("w_gate", "w_up", "w_down"):
+        assert np.any(grads[name][:2]) and not np.any(grads[name][2:])
+
+
+def test_shared_experts_serve_every_token_unscaled():
+    module, params = make(SparseConfig(n_experts=E, d_ff=F, n_shared_experts=2))
+    x = tokens()
+    assert params["shared"]["w_up"].shape == (D, 2 * F)
+    shared = numpy_params(params)["shared"]
+    plain = swiglu(np.asarray(x, np.float64), shared["w_gate"], shared["w_up"], shared["w_down"])
+    assert np.abs(plain).max() > 0.1
+    assert_close(call(module, params, x)[0], numpy_sparse(x, params, 2, True) + plain)
+
+
+def test_without_a_gate():
+    module, params = make(CONFIG, glu=False, activation="relu")
+    assert set(params) == {"router", "w_up", "w_down"}
+    x = tokens(1, 3)
+    wide, inputs = numpy_params(params), np.asarray(x[0], np.float64)
+    for t in range(3):
+        p = softmax(inputs[t] @ wide["router"]["w"])
+        best = np.argsort(-p)[:2]
+        outputs = [np.maximum(inputs[t] @ wide["w_up"][e], 0) @ wide["w_down"][e] for e in best]
+        assert_close(call(module, params, x)[0][0, t], p[best] @ outputs / p[best].sum())
+
+
+def test_slices_of_experts_add_up():
+    """What expert parallelism does: each device its own experts, and a sum over devices."""
+    _, params = make(CONFIG)
+    params = ExpertParams(params["w_gate"], params["w_up"], params["w_down"])
+    x, indices = tokens(1, 9)[0], jax.random.randint(jax.random.key(0), (9, 2), 0, E + 1)  # E: to no expert
+    weights = jax.random.uniform(jax.random.key(1), (9, 2))
+    run = jax.jit(sorted_experts, static_argnums=4)
+    slices = [run(x, indices, weights, jax.tree.map(lambda w: w[i : i + 2], params), "silu", i) for i in (0, 2)]  # noqa: B023
+    assert_close(sum(slices), run(x, indices, weights, params, "silu"))
+
+
+def test_gradients_of_gates_router_and_experts_equal_finite_differences():
+    keys = jax.random.split(jax.random.key(0), 5)
+    with jax.enable_x64(True):
+        x, w_router = (jax.random.normal(k, s, jnp.float64) for k, s in zip(keys, ((5, D), (D, E)), strict=False))
+        shapes = ((E, D, F), (E, D, F), (E, F, D))
+        experts = [0.3 * jax.random.normal(k, s, jnp.float64) for k, s in zip(keys[2:], shapes, strict=True)]
+
+        @jax.jit
+        def mixture(x, w_router, *experts):
+            weights, indices, _ = route(x @ w_router, 2, True)
+            return sorted_experts(x, indices, weights, ExpertParams(*experts), "silu")
+
+        check_grads(mixture, (x, w_router, *experts), order=1, modes=["rev"], rtol=1e-5, atol=1e-5, eps=1e-6)
+
+
+def test_parameters_declare_what_they_are():
+    module = build_moe(block_of(CONFIG, zero_init_out=True))
+    boxed = jax.jit(partial(initialize, module))(jax.random.key(0))
+    up, down, router = boxed["w_up"], boxed["w_down"], boxed["router"]["w"]
+    assert up.axes == boxed["w_gate"].axes == ("expert", "embed", "mlp") and up.inputs == ("embed",)
+    assert down.axes == ("expert", "mlp", "embed") and down.inputs == ("mlp",) and down.outputs == ("embed",)
+    assert up.role == down.role == "matrix" and router.role == "router" and router.axes == ("embed", "expert")
+    assert not np.any(down.value) and 0.4 < np.std(up.value) < 0.6
