@@ -47,16 +47,13 @@ def test_micro_batches_give_the_gradient_of_the_whole_batch(mixture):
 
 
 def test_the_gradient_is_that_of_the_stated_objective():
-    """Summed by hand over rows: nothing in the step's own machinery is used."""
+    """Summed by hand over two parts: nothing in the step's own machinery is used."""
     s = setup("dense", model={"init_std": 0.2})
     params = s.state().params
 
     def objective(params):
-        rows = [jax.tree.map(lambda x, i=i: x[i : i + 1], batch(0)) for i in range(8)]
-        total = sums(s.model, params, rows[0])
-        for row in rows[1:]:
-            total = add(total, sums(s.model, params, row))
-        return total_loss(total, s.model.config)
+        few, many = (jax.tree.map(lambda x, part=part: x[part], batch(0)) for part in (slice(3), slice(3, 8)))
+        return total_loss(add(sums(s.model, params, few), sums(s.model, params, many)), s.model.config)
 
     got, _ = jax.jit(lambda p: gradients(s.model, p, batch(0), step_key(0, 0), 2, s.layout))(params)
     assert_trees_close(got, jax.jit(jax.grad(objective))(params), atol=2e-6, rtol=1e-4)
@@ -130,9 +127,8 @@ def test_training_lowers_the_loss_and_compiles_once():
     assert s.step._cache_size() == 1
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_gradient_that_is_not_finite_changes_no_bit(name):
-    s = setup("none", optimizer={"name": name}, train={"micro_batches": 2})
+def test_a_gradient_that_is_not_finite_changes_no_bit():
+    s = setup("none", optimizer={"name": "muon"}, train={"micro_batches": 2})
     state, _ = s.run(2)
     kept = jax.device_get(state)
     poisoned = batch(2)._replace(tokens=jnp.full_like(batch(2).tokens, 10**6))  # unknown tokens embed as NaN
@@ -158,7 +154,6 @@ def test_low_precision_parameters_keep_float32_moments():
 # --------------------------------------------------------------------------------- sharding, law 7
 
 MESHES = [
-    {"data": 8, "zero": 1},
     {"data": 2, "fsdp": 4, "zero": 1},
     {"data": 1, "fsdp": 4, "tensor": 2, "zero": 2},
     {"data": 2, "fsdp": 2, "expert": 2, "zero": 3},
@@ -246,10 +241,9 @@ def test_evaluation_does_not_depend_on_the_batch_size():
 # ------------------------------------------------------------------------------------ resume, law 8
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon"])
-def test_a_run_cut_in_two_ends_with_the_same_bits(name):
+def test_a_run_cut_in_two_ends_with_the_same_bits():
     def make():
-        return setup("dense", model={"dropout": 0.1}, optimizer={"name": name}, train={"micro_batches": 2})
+        return setup("dense", model={"dropout": 0.1}, optimizer={"name": "muon"}, train={"micro_batches": 2})
 
     want, _ = make().run(6)
     half, _ = make().run(3)
