@@ -4,8 +4,9 @@
 
 Each case is E experts (a SwiGLU of width F on D), k of them a token, N = k T assignments with the uneven loads
 of a real router. Candidates run one after the other within a round, so that a busy machine slows all of them;
-the table gives medians in ms and the median ratio to `grouped_ffn` of the same round. "one ffn" is the floor: all N rows through one
-expert. "capacity" computes without loss only while no expert gets more than its share times the factor.
+the table gives medians in ms and the median ratio to `grouped_ffn` of the same round. "one ffn" is the floor:
+all N rows through one expert. "capacity" computes without loss only while no expert gets more than its equal
+share times the factor.
 """
 
 import argparse
