@@ -1,0 +1,224 @@
+"""Whole runs of a model so small that they take seconds: on all 8 devices, as in the other tests."""
+
+import dataclasses
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import numpy as np
+import pytest
+
+from zoo.config import ConfigError, DataConfig, DenseConfig, Experiment, ModelConfig, OptimizerConfig, TrainConfig
+from zoo.data.sources import DataError
+from zoo.rundir import RunDir, RunError, load
+from zoo.train import loop
+from zoo.train.evaluate import evaluate
+from zoo.train.loop import TrainingError, train
+from zoo.train.metrics import read_rows
+from zoo.train.parts import assemble
+from zoo.train.step import make_eval_step
+
+STEPS, SAVE_EVERY = 12, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("loop")
+    words = random.Random(0).choices(["tree", "leaf", "root", "branch", "seed", "soil"], k=1500)
+    (folder / "text.txt").write_text(" ".join(words))
+    return folder
+
+
+def settings(folder, name="run", optimizer=None, **train):
+    plan = {"steps": STEPS, "batch_size": 8, "log_every": 2, "eval_every": 8, "save_every": SAVE_EVERY, "keep_last": 9}
+    sample = {"sample_every": STEPS, "sample_prompt": "tree ", "sample_tokens": 4}
+    return Experiment(
+        name="tiny",
+        model=ModelConfig(
+            context_length=16, d_model=16, n_layers=1, n_heads=2, dropout=0.1, moe=DenseConfig(n_experts=2, d_ff=16)
+        ),
+        data=DataConfig(path=str(folder / "text.txt"), tokenizer="bytes", cache_dir=str(folder / "cache")),
+        optimizer=OptimizerConfig(**{"learning_rate": 1e-2, "warmup_steps": 2} | (optimizer or {})),
+        train=TrainConfig(**{"dir": str(folder / name)} | plan | sample | train),
+    )
+
+
+@pytest.fixture(scope="module")
+def whole(folder):
+    """A run that nothing disturbed."""
+    return train(settings(folder))
+
+
+def leaves(directory, step=STEPS):
+    """Shape, dtype and checksum of every leaf of a checkpoint."""
+    return json.loads((directory / f"checkpoints/{step:08d}/meta/metadata").read_text())["body"]["leaves"]
+
+
+def numbers(directory):
+    """The metrics without those of time."""
+    time_free = ("tokens_per_second", "flops_per_second")
+    rows = read_rows(directory / "metrics.jsonl")
+    return [{name: value for name, value in row.items() if name not in time_free} for row in rows]
+
+
+def assert_equal_runs(got, want):
+    assert leaves(got) == leaves(want)
+    assert numbers(got) == numbers(want)
+
+
+def test_a_run_leaves_everything_in_its_directory(whole):
+    assert (whole.step, whole.signal) == (STEPS, None)
+    names = {p.name for p in whole.directory.iterdir()}
+    assert names == {
+        *("config.json", "tokenizer", "checkpoints", "metrics.jsonl", "events", "samples", "loss.png", "experts.png")
+    }
+    assert (whole.directory / f"samples/step_{STEPS}.txt").read_text().startswith("tree ")
+    assert [int(p.name) for p in sorted((whole.directory / "checkpoints").iterdir())] == [4, 8, 12]
+
+
+def test_rows_hold_what_applies(whole):
+    rows = read_rows(whole.directory / "metrics.jsonl")
+    training, validation = ([row for row in rows if name in row] for name in ("train/loss", "val/loss"))
+    assert [row["step"] for row in training] == [1, 2, 4, 6, 8, 10, 12]
+    assert [row["step"] for row in validation] == [8, 12]
+    assert {"train/bits_per_byte", "train/grad_norm", "learning_rate", "moe/load"} <= training[0].keys()
+    assert all(row["tokens_per_second"] > 0 for row in training[1:])
+    assert training[-1]["train/loss"] < training[0]["train/loss"] - 0.5
+    assert training[0]["learning_rate"] == pytest.approx(1e-2 / 2)
+    assert whole.validation == {name: validation[-1][name] for name in whole.validation}
+
+
+def test_validation_is_a_sum_over_sums_for_any_batch_size(folder, whole):
+    run = load(whole.directory)
+    results = []
+    for size in (8, 24):
+        parts = assemble(settings(folder, eval_batch_size=size))
+        results.append(
+            evaluate(
+                parts, make_eval_step(parts.model, parts.layout), jax.device_put(run.params, parts.layout.state.params)
+            )
+        )
+    cache = parts.corpus.validation
+    labels = len(cache.tokens) - (len(cache.offsets) - 1)
+    for result in results:
+        assert result["val/loss"] == pytest.approx(whole.validation["val/loss"], rel=1e-6)
+        assert result["val/bits_per_byte"] == pytest.approx(result["val/loss"] * labels / np.log(2) / cache.text_bytes)
+        assert result["val/perplexity"] == pytest.approx(np.exp(result["val/loss"]))
+    assert results[0]["val/gzip_bits_per_byte"] == 8 * cache.gzip_bytes / cache.text_bytes
+
+
+def test_a_finished_run_says_so_and_does_nothing(folder, whole, capsys):
+    before = {p: p.stat().st_mtime_ns for p in whole.directory.rglob("*.png")}
+    again = train(settings(folder))
+    assert again == whole
+    assert "finished: 12 of 12 steps are done; raise --train.steps to go on" in capsys.readouterr().out
+    assert before == {p: p.stat().st_mtime_ns for p in whole.directory.rglob("*.png")}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_lets_the_step_end_and_saves(folder, whole, monkeypatch, capsys, number):
+    real, seen = loop.global_batch, []
+
+    def interrupted(*args):
+        seen.append(1)
+        if len(seen) == 6:
+            os.kill(os.getpid(), number)
+        return real(*args)
+
+    name = f"signal-{number}"
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "global_batch", interrupted)
+        result = train(settings(folder, name))
+    assert (result.step, result.signal) == (6, number)
+    assert f"saved step 6 of {STEPS}" in capsys.readouterr().out
+    assert signal.getsignal(number) not in (None, loop._signals)
+    assert train(settings(folder, name)).signal is None
+    assert "resumed at step 6" in capsys.readouterr().out
+    assert_equal_runs(result.directory, whole.directory)
+
+
+PROGRAM = """
+import sys
+sys.path[:0] = {path!r}
+import jax
+jax.config.update("jax_compilation_cache_dir", {cache!r})
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+from zoo.config import Experiment, from_dict
+from zoo.train.loop import train
+train(from_dict(Experiment, {experiment!r}))
+"""
+
+
+def test_sigkill_at_any_point_leaves_the_same_bits(folder, whole):
+    from zoo.config import to_dict
+
+    experiment = settings(folder, "killed")
+    cache = jax.config.jax_compilation_cache_dir
+    code = PROGRAM.format(path=sys.path, cache=cache, experiment=to_dict(experiment))
+    metrics = whole.directory.with_name("killed") / "metrics.jsonl"
+    for step in (1, 6, 10):
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        while process.poll() is None and not any(row["step"] >= step for row in read_rows(metrics)):
+            time.sleep(0.01)
+        process.kill()
+        process.wait()
+    result = train(experiment)
+    assert result.step == STEPS
+    assert_equal_runs(result.directory, whole.directory)
+
+
+def test_steps_may_be_raised(folder, whole):
+    experiment = settings(folder, "raised", steps=4, sample_every=None)
+    train(experiment)
+    longer = dataclasses.replace(experiment, train=dataclasses.replace(experiment.train, steps=6))
+    assert train(longer).step == 6
+    assert RunDir(whole.directory.with_name("raised")).record().experiment.train.steps == 6
+
+
+def test_updates_that_are_not_finite_stop_the_run_with_its_state_saved(folder):
+    experiment = settings(
+        folder, "diverged", {"learning_rate": 1e30}, max_bad_steps=3, eval_every=None, save_every=None
+    )
+    with pytest.raises(
+        TrainingError, match=r"train.max_bad_steps=3 updates in a row, the last of them step \d+"
+    ) as error:
+        train(experiment)
+    assert "lower the learning rate" in str(error.value)
+    rows = read_rows(RunDir(folder / "diverged").metrics)
+    assert rows[-1]["train/loss"] is None or rows[-1]["skipped"] > 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load(folder / "diverged").params))
+
+
+def test_parameters_that_are_not_finite_are_not_saved(folder):
+    experiment = settings(folder, "broken", {"learning_rate": 1e39}, max_bad_steps=2)
+    with pytest.raises(TrainingError, match=r"is not finite and was not saved"):
+        train(experiment)
+    with pytest.raises(RunError, match=r"has no checkpoint yet"):
+        load(folder / "broken")
+
+
+@pytest.mark.parametrize(
+    "change, words",
+    [
+        ({"batch_size": 12}, "train.batch_size=12 in train.micro_batches=1 parts gives 12 rows at a time"),
+        ({"sample_prompt": "tree" * 9}, "train.sample_prompt='treetree.* has 37 tokens and model.context_length is 16"),
+    ],
+)
+def test_settings_that_do_not_fit_fail_before_anything_is_written(folder, change, words):
+    with pytest.raises(ConfigError, match=words):
+        train(settings(folder, "never", **change))
+    assert not (folder / "never").exists()
+
+
+def test_too_little_text_fails_before_anything_is_written(folder):
+    (folder / "short.txt").write_text("a short text of less than a window to validate on")
+    experiment = settings(folder, "never")
+    data = dataclasses.replace(experiment.data, path=str(folder / "short.txt"))
+    with pytest.raises(DataError, match=r"validation_fraction"):
+        train(dataclasses.replace(experiment, data=data))
+    assert not (folder / "never").exists()
