@@ -16,7 +16,6 @@ import zoo.rundir
 import zoo.train.loop
 from zoo import (
     Block,
-    ConfigError,
     DataConfig,
     DenseConfig,
     Experiment,
@@ -397,7 +396,3 @@ def test_train_py_is_zoo_train():
     by_name = python("-m", "zoo.cli", "train", "--config", "no/such.py")
     assert by_file.stderr == by_name.stderr == "zoo: error: --config no/such.py: there is no such file\n"
     assert by_file.returncode == by_name.returncode == 2
-
-
-def test_errors_of_ours_are_value_errors():
-    assert issubclass(ConfigError, ValueError) and issubclass(PromptError, ValueError)
