@@ -1,0 +1,131 @@
+"""Configs: expansion into stages, JSON and back, identity, and one sentence for what cannot work."""
+
+import dataclasses
+import json
+
+import pytest
+
+from zoo.config import (
+    Block,
+    ConfigError,
+    DenseConfig,
+    Experiment,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SoftConfig,
+    SparseConfig,
+    TrainConfig,
+    as_mixture,
+    from_dict,
+    to_dict,
+)
+
+LOCAL, FULL, PLAIN = Block(window=4), Block(), Block(mixture=False)
+
+
+def shape(config):
+    return [(s.repeat, [(b.window, b.moe is not None) for b in s.blocks]) for s in config.expand()]
+
+
+def test_a_pattern_becomes_stages():
+    assert shape(ModelConfig(n_layers=18, pattern=(LOCAL,) * 5 + (FULL,))) == [
+        (3, [(4, False)] * 5 + [(None, False)]),
+    ]
+    # a rest of the pattern is a stage of its own
+    assert shape(ModelConfig(n_layers=5, pattern=(LOCAL, FULL))) == [
+        (2, [(4, False), (None, False)]),
+        (1, [(4, False)]),
+    ]
+    # equal blocks of the prefix are scanned together
+    config = ModelConfig(n_layers=61, prefix=(PLAIN,) * 3, moe=SparseConfig())
+    assert shape(config) == [(3, [(None, False)]), (58, [(None, True)])]
+    assert shape(dataclasses.replace(config, n_layers=3)) == [(3, [(None, False)])]
+
+
+def test_derived_sizes():
+    block = ModelConfig(d_model=96, n_heads=4).expand()[0].blocks[0]
+    assert (block.n_kv_heads, block.head_dim, block.d_ff) == (4, 24, 256)
+    assert ModelConfig(d_model=96, n_heads=4, glu=False).expand()[0].blocks[0].d_ff == 384
+    assert ModelConfig(d_model=100, n_heads=2).expand()[0].blocks[0].d_ff == 288  # 266.7 up to a multiple of 32
+
+
+@pytest.mark.parametrize("moe", [None, SparseConfig(top_k=3), DenseConfig(), SoftConfig(segment_length=8)])
+def test_json_and_back(moe):
+    experiment = Experiment("x", ModelConfig(moe=moe, prefix=(PLAIN,), pattern=(LOCAL, FULL)))
+    assert from_dict(Experiment, json.loads(json.dumps(to_dict(experiment)))) == experiment
+
+
+def test_identity_is_what_decides_the_parameters():
+    experiment = Experiment("x")
+
+    def changed(section, **fields):
+        new = dataclasses.replace(getattr(experiment, section), **fields)
+        return dataclasses.replace(experiment, **{section: new}).identity() != experiment.identity()
+
+    assert changed("model", d_model=512)
+    assert changed("model", moe=SparseConfig())
+    assert changed("data", vocab_size=99)
+    assert changed("optimizer", beta1=0.8)
+    assert changed("train", batch_size=8)
+    assert changed("train", seed=1)
+    assert not changed("model", remat="full", unroll=True)
+    assert not changed("data", cache_dir="elsewhere")
+    assert not changed("train", steps=5000, log_every=1, dir="elsewhere")
+    assert not changed("mesh", fsdp=2)
+
+
+def test_as_mixture_keeps_the_sizes():
+    moe = SparseConfig(n_experts=16, top_k=4, d_ff=99, n_shared_experts=2)
+    for kind, cls in (("dense", DenseConfig), ("soft", SoftConfig)):
+        other = as_mixture(moe, kind)
+        assert isinstance(other, cls)
+        assert (other.n_experts, other.d_ff, other.n_shared_experts) == (16, 99, 2)
+    assert as_mixture(moe, "sparse") is moe
+    assert as_mixture(moe, "none") is None
+    assert as_mixture(None, "soft") == SoftConfig()
+
+
+WRONG = [
+    (
+        lambda: ModelConfig(d_model=384, n_heads=6, n_kv_heads=4),
+        "model.n_heads=6 is not .* model.n_kv_heads=4",
+    ),
+    (lambda: ModelConfig(d_model=100, n_heads=3), "model.d_model=100 is not a multiple of model.n_heads=3"),
+    (lambda: ModelConfig(d_model=12, n_heads=4), "model.head_dim=None resolves to 3; rotary positions need an even"),
+    (lambda: ModelConfig(activation="sillu"), "model.activation='sillu' is not one of .*; did you mean silu?"),
+    (lambda: ModelConfig(n_layers=0), "model.n_layers=0 must be at least 1"),
+    (lambda: ModelConfig(dropout=1.0), "model.dropout=1.0 must lie between 0 and 0.99"),
+    (lambda: ModelConfig(pattern=()), "model.pattern=\\(\\) needs at least one block"),
+    (lambda: ModelConfig(n_layers=1, prefix=(PLAIN, PLAIN)), "model.prefix=.* is longer than model.n_layers=1"),
+    (lambda: ModelConfig(moe=SoftConfig(segment_length=None)), "model.moe.segment_length=None lets a token see later"),
+    (lambda: SparseConfig(n_experts=4, top_k=5), "model.moe.top_k=5 is more than model.moe.n_experts=4"),
+    (lambda: SparseConfig(top_k=1), "model.moe.top_k=1 .* the router would get no gradient; set model.moe.renormalize"),
+    (lambda: SparseConfig(capacity_factor=0.0), "model.moe.capacity_factor=0.0 must be positive, or None"),
+    (lambda: Block(window=0), "model.pattern.window=0 must be at least 1"),
+    (lambda: OptimizerConfig(schedule="cosin"), "optimizer.schedule='cosin' is not one of .*; did you mean cosine?"),
+    (lambda: OptimizerConfig(learning_rate=0.0), "optimizer.learning_rate=0.0 must be positive"),
+    (
+        lambda: TrainConfig(batch_size=10, micro_batches=4),
+        "train.batch_size=10 is not a .*micro_batches=4",
+    ),
+    (lambda: MeshConfig(fsdp=-1), "mesh.data=-1 and others are -1 \\(data, fsdp\\); at most one may be"),
+    (lambda: MeshConfig(tensor=0), "mesh.tensor=0 must be positive, or -1"),
+    (lambda: Experiment("a/b"), "experiment.name='a/b' must be a plain, non-empty name"),
+    (
+        lambda: Experiment("x", train=TrainConfig(steps=50)),
+        "optimizer.warmup_steps=100 .* train.steps=50",
+    ),
+    (
+        lambda: as_mixture(None, "spars"),
+        "mixture='spars' is not one of .*; did you mean sparse?",
+    ),
+    (lambda: from_dict(Experiment, {"name": "x", "model": {"d_modle": 3}}), "model.d_modle is not a field .* d_model?"),
+    (lambda: from_dict(ModelConfig, {"moe": {"kind": "hard"}}), "moe.kind='hard' is not one of sparse, dense, soft"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
+def test_wrong_input_is_named(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()

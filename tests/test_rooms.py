@@ -1,0 +1,58 @@
+"""Imports go one way: a room may import only from rooms above it (docs/design.md, section 3)."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ZOO = Path(__file__).parents[1] / "zoo"
+ROOMS = [
+    "config",
+    "kernels",
+    "layers",
+    "models",
+    "data",
+    "parallel",
+    "objectives",
+    "checkpoint",
+    "describe",
+    "rundir",
+    "infer",
+    "train",
+    "laws",
+    "cli",
+]
+
+
+def imported_rooms(path: Path) -> set[str]:
+    """The rooms that a file imports, also inside functions."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names if node.module == "zoo"}
+        elif isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+    return {name.split(".")[1] for name in names if name.startswith("zoo.")} & set(ROOMS)
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ZOO).parts[0].removesuffix(".py")
+
+
+def test_every_file_lies_in_a_room():
+    assert {room_of(path) for path in ZOO.rglob("*.py")} == {*ROOMS, "__init__"}
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_imports_only_from_above(room):
+    allowed = set(ROOMS[: ROOMS.index(room) + 1])
+    for path in ZOO.rglob("*.py"):
+        if room_of(path) == room:
+            assert imported_rooms(path) <= allowed, path
+
+
+def test_only_parallel_knows_mesh_axes():
+    for path in ZOO.rglob("*.py"):
+        if room_of(path) in {"layers", "models", "kernels", "objectives"}:
+            words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
+            assert not words & {"data", "fsdp", "tensor"}, path
