@@ -5,23 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from tests.rooms import ROOMS
+
 ZOO = Path(__file__).parents[1] / "zoo"
-ROOMS = [
-    "config",
-    "kernels",
-    "layers",
-    "models",
-    "data",
-    "parallel",
-    "objectives",
-    "checkpoint",
-    "describe",
-    "rundir",
-    "infer",
-    "train",
-    "laws",
-    "cli",
-]
 
 
 def imported_rooms(path: Path) -> set[str]:

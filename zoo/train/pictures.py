@@ -86,7 +86,7 @@ def experts_figure(rows: Sequence[Row]) -> Figure:
     n_layers, n_experts = load.shape[1:]
     columns = -(-n_layers // 8)
     lines = -(-n_layers // columns)
-    size = (1.2 + 5.4 * columns**0.7, 1.1 + lines * max(0.75, min(1.6, 0.16 * n_experts)))
+    size = (1.2 + 5.4 * columns**0.7, max(2.4, 1.1 + lines * max(0.75, min(1.6, 0.16 * n_experts))))
     figure = Figure(figsize=size, layout="constrained")
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     norm = TwoSlopeNorm(1, 0, max(2.0, float(np.quantile(load, 0.995))))
@@ -97,7 +97,7 @@ def experts_figure(rows: Sequence[Row]) -> Figure:
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("expert", fontsize=9)
     bar = figure.colorbar(image, ax=grid, extend="max", aspect=30, pad=0.01)
-    bar.set_label("load: share of the layer × experts (1 = balanced)")
+    bar.set_label("load / mean load of the layer")
     return figure
 
 
