@@ -134,23 +134,23 @@ class Screen:
 
 
 def status_line(row: Mapping[str, Any], steps: int, seconds_left: float | None) -> str:
-    """`step 120/1000  loss 3.214  1.873 bits/byte  lr 0.001  12.3k tokens/s  132G FLOP/s  ETA 3:20`.
+    """`step 120/1000  loss 3.214  1.873 bits/byte  lr 0.001  12.3k tokens/s  ETA 3:20  132G FLOP/s`.
 
     Speed is left out where the row has none yet. MFU, the share of the device's peak, takes the place of FLOP/s
-    where that peak is known.
+    where that peak is known. A narrow terminal cuts off the end, so the least important comes last.
     """
     parts = [
         f"step {row['step']}/{steps}",
-        f"loss {row['train/loss']:.4f}",
+        f"loss {row['train/loss']:.3f}",
         f"{row['train/bits_per_byte']:.3f} bits/byte",
-        f"lr {row['learning_rate']:.3g}",
+        f"lr {row['learning_rate']:.2g}",
     ]
-    if "tokens_per_second" in row:
-        parts.append(f"{short(row['tokens_per_second'])} tokens/s")
-        parts.append(f"MFU {row['mfu']:.1%}" if "mfu" in row else f"{short(row['flops_per_second'])} FLOP/s")
-    if seconds_left is not None:
-        parts.append(f"ETA {clock(seconds_left)}")
-    return "  ".join(parts + ([f"{row['skipped']} skipped"] if row.get("skipped") else []))
+    skipped = [f"{row['skipped']} skipped"] if row.get("skipped") else []
+    if "tokens_per_second" not in row or seconds_left is None:
+        return "  ".join(parts + skipped)
+    parts += [f"{short(row['tokens_per_second'])} tokens/s", f"ETA {clock(seconds_left)}"]
+    parts.append(f"MFU {row['mfu']:.1%}" if "mfu" in row else f"{short(row['flops_per_second'])} FLOP/s")
+    return "  ".join(parts + skipped)
 
 
 def short(value: float) -> str:
