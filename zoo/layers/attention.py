@@ -8,6 +8,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
 from zoo.kernels.attention import attention
+from zoo.kernels.linear import linear
 from zoo.kernels.masks import Causal
 from zoo.layers.ffn import output_init
 from zoo.layers.logical import Constrain, declare, unconstrained
@@ -118,12 +119,12 @@ class Attention(nn.Module):
     def _heads(self, name: str, x: Array, n_heads: int, axis: str) -> Array:
         init, shape = nn.initializers.normal(self.block.init_std), (x.shape[-1], n_heads, self.block.head_dim)
         w = self._matrix(name, init, shape, ("embed", axis, "head_dim"), inputs=1)
-        return self.constrain(jnp.einsum("BTD,DHh->BTHh", x, w), ("batch", "length", axis, "head_dim"))
+        return self.constrain(linear(x, w), ("batch", "length", axis, "head_dim"))
 
     def _output(self, heads: Array) -> Array:
         shape = (*heads.shape[-2:], self.block.d_model)
         w = self._matrix("w_o", output_init(self.block), shape, ("heads", "head_dim", "embed"), inputs=2)
-        return jnp.einsum("BTHh,HhD->BTD", heads, w)
+        return linear(heads, w, n_inputs=2)
 
     def _matrix(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int) -> Array:
         dtype = self.block.param_dtype

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.config import Activation, BlockConfig
+from zoo.kernels.linear import linear
 from zoo.layers.logical import Constrain, Initializer, declare, unconstrained
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -33,9 +34,9 @@ def ffn(
     Source: GLU variants, arXiv 2002.05202, equations 5 and 6 ("silu" with a gate is SwiGLU).
     """
     act = ACTIVATIONS[activation]
-    up = x @ w_up
-    hidden = act(up) if w_gate is None else act(x @ w_gate) * up
-    return constrain(hidden) @ w_down
+    up = linear(x, w_up)
+    hidden = act(up) if w_gate is None else act(linear(x, w_gate)) * up
+    return linear(constrain(hidden), w_down)
 
 
 def output_init(block: BlockConfig) -> Initializer:
