@@ -6,7 +6,7 @@ zoo generate --model runs/quickstart --prompt "def "
 
 from zoo import DataConfig, Experiment, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig
 
-STEPS = 600
+STEPS = 180
 
 config = Experiment(
     name="quickstart",
@@ -19,6 +19,7 @@ config = Experiment(
         moe=SparseConfig(n_experts=8, top_k=2, d_ff=256),
         qk_norm=True,
         zero_init_out=True,
+        unroll=True,
     ),
     data=DataConfig(vocab_size=2048),
     optimizer=OptimizerConfig(
@@ -26,7 +27,7 @@ config = Experiment(
         learning_rate=3e-3,
         muon_learning_rate=0.02,
         schedule="wsd",
-        warmup_steps=20,
+        warmup_steps=10,
         decay_fraction=0.5,
         min_ratio=0.0,
     ),
@@ -34,8 +35,8 @@ config = Experiment(
         steps=STEPS,
         batch_size=16,
         eval_every=STEPS // 2,
-        save_every=STEPS // 4,
-        sample_every=STEPS // 4,
+        save_every=STEPS // 3,
+        sample_every=STEPS // 2,
         sample_prompt="def ",
     ),
 )

@@ -20,6 +20,7 @@ config = Experiment(
         qk_norm=True,
         tie_embeddings=False,
         zero_init_out=True,
+        unroll=True,
     ),
     data=DataConfig(
         path="tinyshakespeare.txt",

@@ -1,13 +1,10 @@
 """Whole runs of a model so small that they take seconds: on all 8 devices, as in the other tests."""
 
 import dataclasses
-import json
 import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import types
 
@@ -15,6 +12,7 @@ import jax
 import numpy as np
 import pytest
 
+from tests.train.records import assert_equal_runs, numbers
 from zoo.config import (
     ConfigError,
     DataConfig,
@@ -23,7 +21,6 @@ from zoo.config import (
     ModelConfig,
     OptimizerConfig,
     TrainConfig,
-    to_dict,
 )
 from zoo.data.sources import DataError
 from zoo.rundir import RunDir, load
@@ -64,23 +61,6 @@ def settings(folder, name="run", optimizer=None, **train):
 def whole(folder):
     """A run that nothing disturbed."""
     return train(settings(folder))
-
-
-def leaves(directory, step=STEPS):
-    """Shape, dtype and checksum of every leaf of a checkpoint."""
-    return json.loads((directory / f"checkpoints/{step:08d}/meta/metadata").read_text())["body"]["leaves"]
-
-
-def numbers(directory):
-    """The metrics without those of time."""
-    time_free = ("tokens_per_second", "flops_per_second")
-    rows = read_rows(directory / "metrics.jsonl")
-    return [{name: value for name, value in row.items() if name not in time_free} for row in rows]
-
-
-def assert_equal_runs(got, want):
-    assert leaves(got) == leaves(want)
-    assert numbers(got) == numbers(want)
 
 
 def test_a_run_leaves_everything_in_its_directory(whole):
@@ -142,7 +122,7 @@ def test_a_signal_lets_the_step_end_and_saves(folder, whole, monkeypatch, capsys
     assert f"saved step 6 of {STEPS}" in capsys.readouterr().out
     assert train(settings(folder, "signal")).signal is None
     assert "resumed at step 6" in capsys.readouterr().out
-    assert_equal_runs(result.directory, whole.directory)
+    assert_equal_runs(result.directory, whole.directory, STEPS)
 
 
 def test_handlers_are_put_back_and_a_second_signal_interrupts():
@@ -154,33 +134,6 @@ def test_handlers_are_put_back_and_a_second_signal_interrupts():
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(1)
     assert signal.getsignal(signal.SIGINT) is before
-
-
-PROGRAM = """
-import sys
-sys.path[:0] = {path!r}
-import jax
-jax.config.update("jax_compilation_cache_dir", {cache!r})
-jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
-from zoo.config import Experiment, from_dict
-from zoo.train.loop import train
-train(from_dict(Experiment, {experiment!r}))
-"""
-
-
-def test_a_killed_run_ends_with_the_same_bits(folder, whole):
-    experiment = settings(folder, "killed")
-    cache = jax.config.jax_compilation_cache_dir
-    code = PROGRAM.format(path=sys.path, cache=cache, experiment=to_dict(experiment))
-    metrics = whole.directory.with_name("killed") / "metrics.jsonl"
-    process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    while process.poll() is None and not any(row["step"] >= 6 for row in read_rows(metrics)):
-        time.sleep(0.01)
-    process.kill()
-    process.wait()
-    result = train(experiment)
-    assert result.step == STEPS
-    assert_equal_runs(result.directory, whole.directory)
 
 
 def test_steps_may_be_raised(folder, whole):

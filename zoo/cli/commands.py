@@ -43,9 +43,11 @@ class Check(WithExperiment):
 
     Attributes:
         full: check the model as it is, instead of a small one of the same structure.
+        law: run this law only; give it several times for several.
     """
 
     full: bool = False
+    law: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def check(args: Sequence[str]) -> int:
     model = given.experiment.model
     if not given.full:
         model = reduced(model)
-    return 0 if run(build(dataclasses.replace(model, vocab_size=model.vocab_size or 64))).passed else 1
+    laws = {"laws": given.law} if given.law else {}
+    return 0 if run(build(dataclasses.replace(model, vocab_size=model.vocab_size or 64)), **laws).passed else 1
 
 
 def generate(args: Sequence[str]) -> int:
