@@ -12,7 +12,7 @@ quickstart: .venv/installed
 	@$(BIN)/zoo generate --model $(RUN) --prompt "def " --max-tokens 200
 
 test: .venv/tools
-	@$(BIN)/python -m pytest -q -n 2 --dist worksteal
+	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
 lint: .venv/tools
 	@$(BIN)/ruff check --quiet .
@@ -22,7 +22,7 @@ lint: .venv/tools
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "zoo needs Python 3.11 to 3.13; name one with PYTHON=..."; exit 1; }
-	@$(PYTHON) -m venv .venv
+	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv ..."

@@ -4,7 +4,7 @@ import os
 import pathlib
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# Tests compile much and compute little, so programs are not optimized.
+# Tests compile much and compute little, so programs are not optimized; tests/laws/resume.py runs what users run.
 FLAGS = (
     "--xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
@@ -20,6 +20,11 @@ from tests.rooms import ROOMS
 install_import_hook([f"zoo.{room}" for room in ROOMS if room != "config"], "tests.typecheck.checked")
 
 import jax
+from hypothesis import settings
 
 jax.config.update("jax_compilation_cache_dir", str(pathlib.Path(__file__).parents[1] / ".jax_cache"))
 jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+# The same examples every time, however slow the machine.
+settings.register_profile("zoo", deadline=None, derandomize=True)
+settings.load_profile("zoo")

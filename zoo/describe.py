@@ -61,7 +61,7 @@ def expert_share(mixture: Mixture | None) -> float:
 
 
 def _of_experts(spec: ParamSpec) -> bool:
-    return "expert" in spec.axes and spec.role != "router"
+    return "expert" in spec.axes and spec.role == "matrix"
 
 
 def flops_per_token(config: ModelConfig, specs: Any, length: int) -> float:

@@ -1,7 +1,7 @@
 """Losses: cross entropy through the head in chunks, and the auxiliary losses of the routers.
 
-Everything that is summed over tokens is summed in one additive pytree, `Sums`; `total_loss` is the only
-place that divides. Sums of micro-batches, devices and evaluation batches therefore add up to those of the whole.
+Everything that is summed over tokens is summed in one additive pytree, `Sums`, and divided once, when all is
+summed. Sums of micro-batches, devices and evaluation batches therefore add up to those of the whole.
 """
 
 from typing import Any, NamedTuple
@@ -32,11 +32,6 @@ class Sums(NamedTuple):
     loss: Array
     weight: Array
     routing: Any
-
-
-def add(a: Any, b: Any) -> Any:
-    """The sum of two Sums, or of two parts of them."""
-    return jax.tree.map(jnp.add, a, b)
 
 
 def sums(

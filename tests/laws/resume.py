@@ -44,10 +44,11 @@ def write_config(folder: Path) -> Path:
 def start(config: Path, directory: Path) -> subprocess.Popen:
     """`zoo train` in a process of its own; compiled programs are shared between starts."""
     command = [sys.executable, "-m", "zoo.cli", "train", "--config", str(config), "--train.dir", str(directory)]
-    cache = {"JAX_COMPILATION_CACHE_DIR": str(config.parent / "jax"), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=os.environ | cache
-    )
+    # As users run it: on one device, and optimized.
+    env = {name: value for name, value in os.environ.items() if name != "XLA_FLAGS"}
+    env["JAX_COMPILATION_CACHE_DIR"] = str(config.parent / "jax")
+    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
 
 
 def kill_somewhere(process: subprocess.Popen, chance: random.Random) -> str | None:

@@ -1,11 +1,16 @@
 """The laws find faults that were put in on purpose, and name the token."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 import zoo
 from tests.laws.architectures import ARCHITECTURES
+from zoo.layers.logical import unconstrained
 from zoo.models.decoder import Decoder, following_positions
+
+TINY = dataclasses.replace(ARCHITECTURES["sparse"], n_layers=1, prefix=())
 
 
 class Leak(Decoder):
@@ -60,6 +65,37 @@ class MixesRows(Decoder):
         return out._replace(hidden=out.hidden + 0.01 * out.hidden.mean(0))
 
 
+class Overscaled(Decoder):
+    """Hidden states are larger by a hundredth where `wrong` holds."""
+
+    def wrong(self, tokens):
+        raise NotImplementedError
+
+    def hidden(self, tokens, positions=None, segment_ids=None, cache=None, deterministic=True):
+        out = super().hidden(tokens, positions, segment_ids, cache, deterministic)
+        return out._replace(hidden=out.hidden * (1.01 if self.wrong(tokens) else 1.0))
+
+
+class DependsOnTheBatch(Overscaled):
+    def wrong(self, tokens):
+        return len(tokens) == 2
+
+
+class DependsOnUnrolling(Overscaled):
+    def wrong(self, tokens):
+        return self.config.unroll
+
+
+class DependsOnTheMesh(Overscaled):
+    def wrong(self, tokens):
+        return self.constrain is not unconstrained
+
+
+class DependsOnTheMixture(Overscaled):
+    def wrong(self, tokens):
+        return self.config.moe is None
+
+
 FAULTS = [
     (Leak, "causality", "changing token 31 changes the output at"),
     (OffByOne, "cache", "prefilled with"),
@@ -67,13 +103,17 @@ FAULTS = [
     (SeesPadding, "padding", "the output of token"),
     (SeesOtherDocuments, "packing", "differs from the document alone"),
     (MixesRows, "batch", "in a batch differs"),
+    (DependsOnTheBatch, "accumulation", "in 2 micro-batches, gradients differ at"),
+    (DependsOnUnrolling, "compilation", "unrolled, gradients differ at"),
+    (DependsOnTheMesh, "sharding", "on the mesh data 8, gradients differ at"),
+    (DependsOnTheMixture, "equivalence", "with identical experts, the output"),
 ]
 
 
 @pytest.mark.parametrize(("faulty", "law", "message"), FAULTS)
 def test_law_finds_the_fault(faulty, law, message):
     lines = []
-    report = zoo.check(faulty(ARCHITECTURES["sparse"]), laws=[law], say=lines.append)
+    report = zoo.check(faulty(TINY), laws=[law], say=lines.append)
     assert not report.passed
     assert report[law].passed is False
     assert message in report[law].detail

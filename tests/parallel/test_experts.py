@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from zoo.config import ConfigError, MeshConfig
 from zoo.layers.moe.experts import ExpertParams, sorted_experts
-from zoo.parallel.experts import expert_parallel
+from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 
 N, D, F, E, k = 32, 8, 12, 4, 2
@@ -67,7 +67,7 @@ def test_equals_one_device(name):
         split(params.w_down, "expert", "tensor", "fsdp"),
     )
     inputs = (*(jax.device_put(a, rows) for a in (x, indices, weights)), params)
-    found = values_and_grads(expert_parallel(mesh), inputs)
+    found = values_and_grads(MeshExperts(mesh), inputs)
     assert_equal(found, on_one_device())
     y, grads = found[0][1], found[1]
     assert y.sharding.is_equivalent_to(rows, 2)
@@ -76,7 +76,7 @@ def test_equals_one_device(name):
 
 def test_rows_that_do_not_divide_and_no_gate():
     mesh = make_mesh(MeshConfig(data=4, expert=2))
-    found = values_and_grads(expert_parallel(mesh), make_inputs(n=3, glu=False))
+    found = values_and_grads(MeshExperts(mesh), make_inputs(n=3, glu=False))
     assert_equal(found, on_one_device(n=3, glu=False))
 
 
@@ -91,7 +91,7 @@ def test_no_device_gathers_the_tokens():
         .lower(x, indices, weights, params)
         .compile()
         .as_text()
-        for name, experts in (("mesh", expert_parallel(mesh)), ("compiler", sorted_experts))
+        for name, experts in (("mesh", MeshExperts(mesh)), ("compiler", sorted_experts))
     }
     assert "all-gather" not in text["mesh"]
     assert "all-gather" in text["compiler"] or "all-reduce" in text["compiler"]
@@ -106,14 +106,14 @@ def test_no_device_gathers_the_tokens():
 )
 def test_what_does_not_divide(config, reason):
     with pytest.raises(ConfigError, match=reason):
-        expert_parallel(make_mesh(config))(*make_inputs(), "silu")
+        MeshExperts(make_mesh(config))(*make_inputs(), "silu")
 
 
 def test_is_a_value():
-    one, other = (expert_parallel(make_mesh(MESHES["data 8"])) for _ in range(2))
+    one, other = (MeshExperts(make_mesh(MESHES["data 8"])) for _ in range(2))
     assert one == other and hash(one) == hash(other)
 
 
 def test_one_device_needs_no_mesh():
     mesh = make_mesh(MeshConfig(), jax.devices()[:1])
-    assert_equal(values_and_grads(expert_parallel(mesh), make_inputs()), on_one_device())
+    assert_equal(values_and_grads(MeshExperts(mesh), make_inputs()), on_one_device())

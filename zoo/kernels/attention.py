@@ -17,9 +17,8 @@ def attention(
     kv_positions: Int[Array, "B S"],
     q_segment_ids: Int[Array, "B T"],
     kv_segment_ids: Int[Array, "B S"],
-    scale: float | None = None,
 ) -> Float[Array, "B T H h"]:
-    """softmax(scale q k^T) v over the keys that the mask allows within the query's own segment.
+    """softmax(q k^T / sqrt(h)) v over the keys that the mask allows within the query's own segment.
 
     Query head i reads key and value head i // (H / K). A query of segment 0 (padding), or one that sees no
     key, gives 0. Scores and softmax are float32 (float64 for float64 inputs); the result has v's dtype.
@@ -27,7 +26,6 @@ def attention(
     Args:
         q_positions, kv_positions: positions inside a document, which `mask` compares.
         q_segment_ids, kv_segment_ids: documents; 0 is padding or an empty slot of a cache.
-        scale: of the scores; None means 1 / sqrt(h).
 
     Raises:
         ValueError: H is not a multiple of K.
@@ -37,11 +35,10 @@ def attention(
     (B, T, H, h), (S, K) = q.shape, k.shape[1:3]
     if H % K:
         raise ValueError(f"attention: {H} query heads are not a multiple of {K} key and value heads")
-    scale = h**-0.5 if scale is None else scale
     dtype = jnp.promote_types(q.dtype, jnp.float32)
     # One batched product per key head, with the G query heads of a group as more rows of it.
-    q_rows = (q * scale).reshape(B, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, H // K * T, h)
-    scores = jnp.einsum("BKRh,BSKh->BKRS", q_rows, k, preferred_element_type=dtype)
+    q_rows = q.reshape(B, T, K, H // K, h).transpose(0, 2, 3, 1, 4).reshape(B, K, H // K * T, h)
+    scores = jnp.einsum("BKRh,BSKh->BKRS", q_rows, k, preferred_element_type=dtype) * h**-0.5
     visible = mask.allows(q_positions[:, :, None], kv_positions[:, None, :])
     visible &= (q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]) & (q_segment_ids > 0)[:, :, None]
     weights = _softmax(scores.reshape(B, K, H // K, T, S), visible[:, None, None]).astype(v.dtype)

@@ -115,7 +115,7 @@ def _grouped_ffn_backward(activation: Callable, residuals: tuple, g: Array) -> t
         (w_gate, w_up, w_down), (x, scale, gate, up, g) = weights, rows
         hidden, pull = jax.vjp(partial(_hidden, activation), gate, up)
         d_scaled = g @ w_down.T
-        d_scale = jnp.sum((d_scaled * hidden).astype(scale.dtype), axis=1, keepdims=True)
+        d_scale = jnp.sum(d_scaled.astype(scale.dtype) * hidden.astype(scale.dtype), axis=1, keepdims=True)
         d_gate, d_up = pull((d_scaled * scale).astype(hidden.dtype))
         dx = d_up @ w_up.T if gate is None else d_up @ w_up.T + d_gate @ w_gate.T
         d_w_gate = None if gate is None else _outer(x, d_gate)
@@ -193,7 +193,7 @@ def spread(x: Float[Array, "N D"], token: Int[Array, "M"], row: Int[Array, "N k"
     """x[token]: one row for each of a token's k places, where token[row[n, j]] == n.
 
     Both directions of the map are given, so that the gradient is a gather too: scatters are slow on CPUs
-    and order-dependent on accelerators. A place outside [0, M), or a token outside [0, N), gives 0.
+    and order-dependent on accelerators. A place of M or more, or a token of N or more, gives 0.
     """
     del row
     return jnp.take(x, token, axis=0, mode="fill", fill_value=0)

@@ -18,7 +18,7 @@ from zoo.models.decoder import Decoder
 from zoo.objectives import Sums, sums
 
 # Largest difference between two ways to the same float32 number, as a share of the largest such number.
-TOLERANCE = 2e-5
+TOLERANCE = 1e-5
 
 
 class Finding(NamedTuple):

@@ -61,7 +61,7 @@ def _padded(case: Case, document: Batch, place: str, slots: np.ndarray) -> Findi
 
 
 def _outputs(case: Case, batch: Batch) -> tuple[Array, Sums]:
-    logits = case.logits(batch.tokens, batch.positions, batch.segment_ids)
+    logits = case.logits(batch.tokens, None, batch.segment_ids)  # positions as the model finds them
     return logits, case.sums(batch)
 
 

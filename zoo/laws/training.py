@@ -1,7 +1,6 @@
 """Laws 6, 7, 9 and 11: loss and gradient do not depend on how they are computed."""
 
 import dataclasses
-import itertools
 from typing import Any
 
 import jax
@@ -9,11 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zoo.config import DenseConfig, MeshConfig, as_mixture
+from zoo.config import ConfigError, DenseConfig, MeshConfig, as_mixture
 from zoo.data.loader import Batch
 from zoo.laws.case import Case, Finding, equal, equal_trees, worst
 from zoo.models.decoder import Decoder
-from zoo.parallel.experts import expert_parallel
+from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 from zoo.parallel.rules import make_constrain
 from zoo.train.state import make_layout
@@ -36,7 +35,7 @@ def accumulation(case: Case) -> Finding:
 
 
 def sharding(case: Case) -> Finding:
-    """Every mesh of the devices at hand gives the gradient of one device."""
+    """Meshes of the devices at hand give the gradient of one device."""
     n_devices = jax.device_count()
     if n_devices == 1:
         return Finding(None, "not tried: there is one device")
@@ -47,7 +46,7 @@ def sharding(case: Case) -> Finding:
         name = " x ".join(f"{axis} {getattr(config, axis)}" for axis in config.axes if getattr(config, axis) > 1)
         try:
             split = _gradients(case, _on_mesh(case.model, config), batch, config)
-        except ValueError:  # a size that this mesh does not divide
+        except ConfigError:  # a size that this mesh does not divide
             refused += 1
         else:
             findings.append(equal_trees(alone, split, f"on the mesh {name}, gradients"))
@@ -58,17 +57,24 @@ def sharding(case: Case) -> Finding:
 
 
 def meshes(n_devices: int) -> list[MeshConfig]:
-    """A mesh along each axis alone, and the products of two axes with 2 devices on the second."""
-    shapes: list[dict[str, int]] = [{axis: n_devices} for axis in MeshConfig.axes]
-    if n_devices % 2 == 0 and n_devices > 2:
-        shapes += [{a: n_devices // 2, b: 2} for a, b in itertools.combinations(MeshConfig.axes, 2)]
-    return [MeshConfig(**{"data": 1} | shape) for shape in shapes]
+    """Meshes that use every axis; of 8 devices or a multiple also every pair of axes, and every stage of ZeRO."""
+    if n_devices % 8:
+        return [MeshConfig(**{"data": 1} | {axis: n_devices}) for axis in MeshConfig.axes]
+    half, quarter = n_devices // 2, n_devices // 4
+    return [
+        MeshConfig(data=n_devices, zero=1),
+        MeshConfig(data=2, expert=half, zero=2),
+        MeshConfig(data=quarter, fsdp=2, tensor=2, zero=2),
+        MeshConfig(data=1, fsdp=half, tensor=2, zero=3),
+        MeshConfig(data=1, tensor=half, expert=2, zero=1),
+        MeshConfig(data=1, fsdp=quarter, tensor=2, expert=2, zero=3),
+    ]
 
 
 def _on_mesh(model: Decoder, config: MeshConfig) -> Decoder:
     mesh = make_mesh(config)
     sparse = getattr(model.config.moe, "kind", None) == "sparse"
-    return model.clone(constrain=make_constrain(mesh), experts=expert_parallel(mesh) if sparse else None)
+    return model.clone(constrain=make_constrain(mesh), experts=MeshExperts(mesh) if sparse else None)
 
 
 def compilation(case: Case) -> Finding:

@@ -10,7 +10,7 @@ from zoo.config import BlockConfig
 from zoo.kernels.attention import attention
 from zoo.kernels.linear import linear
 from zoo.kernels.masks import Causal
-from zoo.layers.ffn import output_init
+from zoo.layers.initializers import output_init
 from zoo.layers.logical import Constrain, declare, unconstrained
 from zoo.layers.norm import RMSNorm
 from zoo.layers.position import rotary
@@ -77,7 +77,10 @@ class Attention(nn.Module):
         segment_ids: Int[Array, "B T"],
         cache: KVCache | None = None,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
-        """Returns the output, and the cache with these tokens in it where one was given."""
+        """Returns the output, and the cache with these tokens in it where one was given.
+
+        A token at a position that the cache has no room for gives NaN.
+        """
         q, k, v = self._project(x.astype(self.block.compute_dtype), positions)
         k_seen, v_seen, kv_positions, kv_segment_ids = k, v, positions, segment_ids
         if cache is not None:
@@ -103,7 +106,16 @@ class Attention(nn.Module):
             q_segment_ids=segment_ids,
             kv_segment_ids=kv_segment_ids,
         )
+        if cache is not None:
+            out = self._refuse_overflow(out, positions, cache)
         return self._output(self.constrain(out, ("batch", "length", "heads", "head_dim"))), cache
+
+    def _refuse_overflow(self, out: Array, positions: Array, cache: KVCache) -> Array:
+        """NaN for tokens behind the end of a cache that has to hold every token: it has lost some that they see."""
+        slots = cache.positions.shape[1]
+        if self.block.window is not None and slots >= self.block.window:
+            return out
+        return jnp.where((positions < slots)[..., None, None], out, jnp.nan)
 
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values, normalized and rotated."""

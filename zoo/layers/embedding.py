@@ -31,10 +31,11 @@ class Embedding(nn.Module):
         self.table = declare(self, "table", init, shape, axes, "embedding", self.param_dtype)
 
     def __call__(self, tokens: Int[Array, "B T"]) -> Float[Array, "B T D"]:
-        """The vector of each token; of a token beyond the vocabulary, NaN rather than another token's."""
+        """The vector of each token; of a token outside the vocabulary, NaN rather than another token's."""
         # Rows are taken from whole vectors: out of vectors split over a mesh, XLA would copy the table anyway.
         table = self.constrain(self.table, ("vocab", "embed"))
-        return jnp.take(table, tokens, axis=0, mode="fill", fill_value=jnp.nan)
+        known = jnp.where(tokens < 0, self.vocab_size, tokens)  # a negative index would count from the end
+        return jnp.take(table, known, axis=0, mode="fill", fill_value=jnp.nan)
 
 
 class Head(nn.Module):

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float
 
 from zoo.config import Activation, BlockConfig
 from zoo.kernels.linear import linear
-from zoo.layers.logical import Constrain, Initializer, declare, unconstrained
+from zoo.layers.initializers import output_init
+from zoo.layers.logical import Constrain, declare, unconstrained
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
     "silu": jax.nn.silu,
@@ -37,11 +38,6 @@ def ffn(
     up = linear(x, w_up)
     hidden = act(up) if w_gate is None else act(linear(x, w_gate)) * up
     return linear(constrain(hidden), w_down)
-
-
-def output_init(block: BlockConfig) -> Initializer:
-    """Initializer of the projections that write to the residual stream."""
-    return nn.initializers.zeros if block.zero_init_out else nn.initializers.normal(block.init_std)
 
 
 class FFN(nn.Module):

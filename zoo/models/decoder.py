@@ -206,10 +206,14 @@ def _stacked(repeat: int, tree: Any) -> Any:
 
 
 def restarting_positions(segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:
-    """Positions that count from 0 where a new segment begins."""
-    index = jnp.arange(segment_ids.shape[1])
-    begins = jnp.concatenate([jnp.ones_like(segment_ids[:, :1]), jnp.diff(segment_ids, axis=1)], axis=1) != 0
-    return index - jax.lax.cummax(jnp.where(begins, index, 0), axis=1)
+    """Positions that count the real tokens of each document from 0; padding, also inside a document, does not count."""
+    real = segment_ids > 0
+    newest = jax.lax.cummax(jnp.where(real, jnp.arange(1, segment_ids.shape[1] + 1), 0), axis=1)
+    before = jnp.pad(newest[:, :-1], ((0, 0), (1, 0)))  # 1 + index of the real token before, 0 for none
+    document_before = jnp.take_along_axis(jnp.pad(segment_ids, ((0, 0), (1, 0))), before, axis=1)
+    count = jnp.cumsum(real, axis=1, dtype=jnp.int32) - 1
+    begins = real & (segment_ids != document_before)
+    return jnp.where(real, count - jax.lax.cummax(jnp.where(begins, count, 0), axis=1), 0)
 
 
 def following_positions(cache: Cache, segment_ids: Int[Array, "B T"]) -> Int[Array, "B T"]:

@@ -52,7 +52,7 @@ class MeshExperts:
             params = _differing(params, split)
             first = jax.lax.axis_index("expert") * params.w_up.shape[0]
             y = sorted_experts(x, indices, weights, params, activation, first)
-            # In float32, as the sum over a token's experts is on one device.
+            # Parts of a sum are added in float32 whatever their dtype.
             return jax.lax.psum(y.astype(jnp.float32), _SUMMED).astype(y.dtype)
 
         tokens = PartitionSpec(split or None)
@@ -75,8 +75,3 @@ class MeshExperts:
 def _differing(tree: Any, axes: tuple[str, ...]) -> Any:
     """`tree`, the same along `axes`, declared to differ: so it fits what does, and its gradients are summed there."""
     return jax.tree.map(lambda x: jax.lax.pcast(x, axes, to="varying"), tree) if axes else tree
-
-
-def expert_parallel(mesh: Mesh) -> MeshExperts:
-    """What `zoo.build(config, constrain, experts)` takes to spread the experts over `mesh`."""
-    return MeshExperts(mesh)

@@ -10,7 +10,8 @@ from jaxtyping import Array, Float, Int
 
 from zoo.config import Activation, BlockConfig
 from zoo.kernels.grouped_matmul import collect, grouped_ffn, spread
-from zoo.layers.ffn import ACTIVATIONS, output_init
+from zoo.layers.ffn import ACTIVATIONS
+from zoo.layers.initializers import output_init
 from zoo.layers.logical import declare
 
 
@@ -37,7 +38,7 @@ Experts = Callable[[Array, Array, Array, ExpertParams, Activation], Array]
 
 
 def declare_experts(module: nn.Module, block: BlockConfig, n_experts: int, d_ff: int) -> ExpertParams:
-    """The parameters w_gate (with a GLU), w_up and w_down of `module`, cast to the compute dtype by the caller."""
+    """The parameters w_gate (with a GLU), w_up and w_down of `module`, in the parameter dtype."""
     shape, axes = (n_experts, block.d_model, d_ff), ("expert", "embed", "mlp")
     init = nn.initializers.normal(block.init_std)
 

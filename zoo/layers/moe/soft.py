@@ -152,7 +152,7 @@ class SoftMoE(nn.Module):
     more segments than ceil(T / L) + max_documents - 1, so with too many documents, gives NaN from the first
     token that found no place on, never a wrong number; the packer bounds the documents.
     Without a segment length the whole row is one segment and is routed by its own mean: not causal.
-    Routing and merging are in float32, the merged experts in the compute dtype. Padding gives 0.
+    Routing and merging are in float32, the merged experts in the compute dtype. The mixture gives padding 0.
 
     Attributes:
         config: sizes, segment length and the bound on documents.
