@@ -67,19 +67,22 @@ def kill_somewhere(process: subprocess.Popen, chance: random.Random) -> str | No
     return line.split("  ")[0].strip() if process.wait() == -signal.SIGKILL else None
 
 
+def finish(process: subprocess.Popen) -> None:
+    """Lets a run come to its end."""
+    output, _ = process.communicate()
+    assert process.returncode == 0, output
+
+
 def main(kills: int, seed: int, folder: Path) -> int:
     """The number of kills before the run ended; raises AssertionError where its end is another one."""
     config, chance = write_config(folder), random.Random(seed)
     whole, killed = folder / "whole", folder / "killed"
-    if start(config, whole).communicate() and not (whole / "loss.png").exists():
-        raise AssertionError("the run that nothing disturbed did not end")
+    finish(start(config, whole))
     done = 0
     while done < kills and (place := kill_somewhere(start(config, killed), chance)) is not None:
         done += 1
         print(f"kill {done}: {place}", flush=True)
-    process = start(config, killed)
-    output, _ = process.communicate()
-    assert process.returncode == 0, output
+    finish(start(config, killed))
     assert_equal_runs(killed, whole, STEPS)
     return done
 

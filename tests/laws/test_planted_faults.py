@@ -97,10 +97,10 @@ class DependsOnTheMixture(Overscaled):
 
 
 FAULTS = [
-    (Leak, "causality", "changing token 31 changes the output at"),
+    (Leak, "causality", "at evaluation, changing token 1 changes the output at 0"),
     (OffByOne, "cache", "prefilled with"),
     (CountsPadding, "padding", "routing statistics differ at"),
-    (SeesPadding, "padding", "the output of token"),
+    (SeesPadding, "padding", "with padding after the tokens, loss or routing"),
     (SeesOtherDocuments, "packing", "differs from the document alone"),
     (MixesRows, "batch", "in a batch differs"),
     (DependsOnTheBatch, "accumulation", "in 2 micro-batches, gradients differ at"),
