@@ -71,8 +71,9 @@ def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():
 
 
 def test_positions_restart_in_every_segment():
-    segments = jnp.array([[1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 1, 1, 1]])
-    expected = [[0, 1, 0, 1, 2, 0, 1], [0, 1, 2, 3, 0, 1, 2]]
+    segments = jnp.array([[1, 1, 2, 2, 2, 0, 0], [3, 3, 3, 3, 1, 1, 1], [0, 1, 0, 1, 1, 0, 2]])
+    # padding is at 0 and, also inside a document, does not count
+    expected = [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 0, 1, 2], [0, 0, 0, 1, 2, 0, 0]]
     np.testing.assert_array_equal(restarting_positions(segments), expected)
 
 
@@ -88,11 +89,24 @@ def test_ring_cache_keeps_the_last_tokens_of_each_row():
     np.testing.assert_array_equal(written.k[1, :, 0], [[10, 11], [12, 13], [0, 0]])
 
 
+def test_a_cache_that_is_full_is_not_taken_for_a_window():
+    model = zoo.build(ARCHITECTURES["dense"])  # attends to all tokens
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+    step = jax.jit(lambda cache: model.apply({"params": params}, TOKENS[:1, :1], cache=cache))
+    cache, finite = model.init_cache(1, 3), []
+    for _ in range(5):
+        out = step(cache)
+        cache = out.cache
+        finite.append(bool(jnp.isfinite(out.logits).all()))
+    assert finite == [True, True, True, False, False]
+
+
 def test_a_token_beyond_the_vocabulary_is_not_taken_for_another():
     model = zoo.build(ARCHITECTURES["none"])
     params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
-    logits = model.apply({"params": params}, jnp.array([[1, 48]])).logits
-    assert not bool(jnp.isfinite(logits[0, 1]).any())
+    for token in (48, -1):
+        logits = model.apply({"params": params}, jnp.array([[1, token]])).logits
+        assert not bool(jnp.isfinite(logits[0, 1]).any())
 
 
 def test_errors_come_before_compilation():
