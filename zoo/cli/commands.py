@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
-from zoo.config import Block, Experiment, Mixture, ModelConfig, SoftConfig, SparseConfig, as_mixture
+from zoo.config import Experiment, ModelConfig, SparseConfig, as_mixture
 
 # What the help shows where no file is given.
 EXAMPLE = Experiment("example", model=ModelConfig(moe=SparseConfig()))
@@ -52,24 +52,24 @@ class Check(WithExperiment):
 
 @dataclass(frozen=True)
 class Generate:
-    """Write text with a trained model.
+    """Write text with a trained model. One prompt's text is shown as it comes, that of several when all is written.
 
     Attributes:
         model: the run directory; it has to be given.
         prompt: the text to go on from; give it several times for several. Without one, a new document.
         prompts: a file with one prompt a line; blank lines are left out.
-        max_tokens: the most new tokens per prompt.
+        max_tokens: the most new tokens per prompt; None for as many as the context leaves, at most 200.
         temperature: divides the logits; 0 always takes the likeliest token.
         top_k: draw from this many likeliest tokens only.
         top_p: draw from the smallest set of likeliest tokens that carries this mass.
-        seed: of the first prompt; the next prompt has the next.
+        seed: of the first prompt, at least 0 and less than 2^32; the next prompt has the next.
         stop: end the text before this string; give it several times for several.
     """
 
     model: str | None = None
     prompt: tuple[str, ...] = ()
     prompts: str | None = None
-    max_tokens: int = 200
+    max_tokens: int | None = None
     temperature: float = 0.8
     top_k: int | None = None
     top_p: float | None = None
@@ -90,6 +90,7 @@ def check(args: Sequence[str]) -> int:
     """`zoo check`: 0 where all laws hold, 1 where one is broken."""
     given = _with_experiment(Check, args, "zoo check")
     from zoo.laws import check as run
+    from zoo.laws import reduced
     from zoo.models.decoder import build
 
     model = given.experiment.model
@@ -144,9 +145,12 @@ def _with_experiment(command: type[WithExperiment], args: Sequence[str], prog: s
 
 def _early(args: Sequence[str], name: str) -> str | None:
     """The value of an option that decides what the others are; the last one counts."""
-    found = [value for arg, value in itertools.pairwise(args) if arg == name]
-    found += [arg.partition("=")[2] for arg in args if arg.startswith(f"{name}=")]
-    return found[-1] if found else None
+    found = None
+    for arg, following in itertools.pairwise([*args, "--"]):
+        option, equals, value = arg.partition("=")
+        if option == name and (equals or not following.startswith("--")):
+            found = value if equals else following
+    return None if found == "None" else found
 
 
 def _read_prompts(path: str) -> list[str]:
@@ -161,36 +165,3 @@ def _read_prompts(path: str) -> list[str]:
     if not prompts:
         raise OptionError(f"--prompts {path} holds no prompt; write one a line")
     return prompts
-
-
-def reduced(model: ModelConfig) -> ModelConfig:
-    """A small model of the same structure: the laws do not depend on sizes, the time does."""
-    kv_heads = model.n_kv_heads or model.n_heads
-    few = min(kv_heads, 2)
-    n_heads = few * min(model.n_heads // kv_heads, 2)
-    return dataclasses.replace(
-        model,
-        vocab_size=64,
-        context_length=min(model.context_length, 64),
-        d_model=8 * n_heads,
-        head_dim=8,
-        n_heads=n_heads,
-        n_kv_heads=None if model.n_kv_heads is None else few,
-        n_layers=min(model.n_layers, len(model.prefix) + 2 * len(model.pattern)),
-        d_ff=32,
-        moe=None if model.moe is None else _reduced_mixture(model.moe),
-        prefix=tuple(map(_reduced_block, model.prefix)),
-        pattern=tuple(map(_reduced_block, model.pattern)),
-    )
-
-
-def _reduced_mixture(moe: Mixture) -> Mixture:
-    top_k = moe.top_k if isinstance(moe, SparseConfig) else 1
-    small = dataclasses.replace(moe, d_ff=16, n_experts=min(moe.n_experts, max(4, top_k + 1)))
-    if isinstance(small, SoftConfig) and small.segment_length is not None:
-        small = dataclasses.replace(small, segment_length=min(small.segment_length, 8))
-    return small
-
-
-def _reduced_block(block: Block) -> Block:
-    return block if block.window is None else dataclasses.replace(block, window=min(block.window, 8))
