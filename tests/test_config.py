@@ -2,12 +2,18 @@
 
 import dataclasses
 import json
+import math
+import types
+import typing
+from dataclasses import fields
+from typing import Any, Literal
 
 import pytest
 
 from zoo.config import (
     Block,
     ConfigError,
+    DataConfig,
     DenseConfig,
     Experiment,
     MeshConfig,
@@ -100,7 +106,10 @@ WRONG = [
     (lambda: ModelConfig(n_layers=1, prefix=(PLAIN, PLAIN)), "model.prefix=.* is longer than model.n_layers=1"),
     (lambda: ModelConfig(moe=SoftConfig(segment_length=None)), "model.moe.segment_length=None lets a token see later"),
     (lambda: SparseConfig(n_experts=4, top_k=5), "model.moe.top_k=5 is more than model.moe.n_experts=4"),
-    (lambda: SparseConfig(top_k=1), "model.moe.top_k=1 .* the router would get no gradient; set model.moe.renormalize"),
+    (
+        lambda: SparseConfig(top_k=1, renormalize=True),
+        "model.moe.top_k=1 with model.moe.renormalize=True makes .* no gradient; set model.moe.renormalize to False",
+    ),
     (lambda: SparseConfig(capacity_factor=0.0), "model.moe.capacity_factor=0.0 must be positive, or None"),
     (lambda: Block(window=0), "model.pattern.window=0 must be at least 1"),
     (lambda: OptimizerConfig(schedule="cosin"), "optimizer.schedule='cosin' is not one of .*; did you mean cosine?"),
@@ -112,6 +121,9 @@ WRONG = [
     (lambda: MeshConfig(fsdp=-1), "mesh.data=-1 and others are -1 \\(data, fsdp\\); at most one may be"),
     (lambda: MeshConfig(tensor=0), "mesh.tensor=0 must be positive, or -1"),
     (lambda: Experiment("a/b"), "experiment.name='a/b' must be a plain, non-empty name"),
+    (lambda: Experiment(".."), "experiment.name='..' must be a plain, non-empty name"),
+    (lambda: TrainConfig(seed=-1), "train.seed=-1 must be at least 0 and less than 2\\^32"),
+    (lambda: TrainConfig(seed=2**32), "train.seed=4294967296 must be at least 0 and less than 2\\^32"),
     (
         lambda: Experiment("x", train=TrainConfig(steps=50)),
         "optimizer.warmup_steps=100 .* train.steps=50",
@@ -121,6 +133,13 @@ WRONG = [
         "mixture='spars' is not one of .*; did you mean sparse?",
     ),
     (lambda: from_dict(Experiment, {"name": "x", "model": {"d_modle": 3}}), "model.d_modle is not a field .* d_model?"),
+    (lambda: from_dict(Experiment, {"model": {}}), "name is missing; Experiment needs it"),
+    (
+        lambda: from_dict(ModelConfig, {"d_model": {"a": 1}}),
+        "model.d_model={'a': 1} must be a whole number, not a dict",
+    ),
+    (lambda: from_dict(ModelConfig, {"pattern": 3}), "model.pattern=3 must be a tuple of Block, not a whole number"),
+    (lambda: from_dict(ModelConfig, {"moe": {"kind": ["hard"]}}), "moe.kind=\\['hard'\\] is not one of sparse, dense"),
     (lambda: from_dict(ModelConfig, {"moe": {"kind": "hard"}}), "moe.kind='hard' is not one of sparse, dense, soft"),
 ]
 
@@ -129,3 +148,95 @@ WRONG = [
 def test_wrong_input_is_named(make, message):
     with pytest.raises(ConfigError, match=message):
         make()
+
+
+SECTIONS = [ModelConfig, Block, SparseConfig, DenseConfig, SoftConfig, DataConfig, OptimizerConfig, TrainConfig]
+SECTIONS += [MeshConfig]
+FIELDS = [(cls, field.name, typing.get_type_hints(cls)[field.name]) for cls in SECTIONS for field in fields(cls)]
+FLOATS = [(cls, name) for cls, name, hint in FIELDS if float in (hint, *typing.get_args(hint))]
+# Values of each type that a field may have, and of some that none has.
+VALUES = {int: 3, float: 2.5, str: "text", bool: True, bytes: b"text", list: [], dict: {}, object: object()}
+
+
+def admits(hint: Any) -> set[type]:
+    """The types of VALUES that a field of type `hint` may hold, if its value is right."""
+    kinds = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+    found = {type(choice) for kind in kinds for choice in typing.get_args(kind) if typing.get_origin(kind) is Literal}
+    return found | set(kinds) | ({int} if float in kinds else set())
+
+
+@pytest.mark.parametrize(("cls", "name", "hint"), FIELDS, ids=[f"{cls.section}.{name}" for cls, name, _ in FIELDS])
+def test_every_field_refuses_values_of_other_types(cls, name, hint):
+    for kind in VALUES.keys() - admits(hint):
+        with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}=.* (must be|is not one of) .*"):
+            cls(**{name: VALUES[kind]})
+
+
+@pytest.mark.parametrize(("cls", "name"), FLOATS)
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan])
+def test_every_float_is_finite(cls, name, value):
+    with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}={value} must be a finite number$"):
+        cls(**{name: value})
+
+
+def test_there_are_floats():
+    named = {(OptimizerConfig, "clip_norm"), (SparseConfig, "capacity_factor"), (SoftConfig, "balance_weight")}
+    assert named <= set(FLOATS) and len(FLOATS) > 20
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: ModelConfig(d_model=256.0), "model.d_model=256.0 must be a whole number, not a number"),
+        (lambda: ModelConfig(d_model="256"), "model.d_model='256' must be a whole number, not a text"),
+        (lambda: ModelConfig(n_layers=True), "model.n_layers=True must be a whole number, not True or False"),
+        (lambda: ModelConfig(d_ff=1.5), "model.d_ff=1.5 must be a whole number or None, not a number"),
+        (lambda: ModelConfig(glu=1), "model.glu=1 must be True or False, not a whole number"),
+        (lambda: ModelConfig(glu=None), "model.glu=None must be True or False, not None"),
+        (lambda: ModelConfig(n_heads=None), "model.n_heads=None must be a whole number, not None"),
+        (lambda: TrainConfig(steps=1e3), "train.steps=1000.0 must be a whole number, not a number"),
+        (lambda: OptimizerConfig(beta1=True), "optimizer.beta1=True must be a number, not True or False"),
+        (lambda: OptimizerConfig(eps=10**400), f"optimizer.eps={10**400} must be a number, not a whole number"),
+        (lambda: MeshConfig(zero=True), "mesh.zero=True is not one of 1, 2, 3"),
+        (lambda: MeshConfig(zero=1.0), "mesh.zero=1.0 is not one of 1, 2, 3"),
+        (
+            lambda: ModelConfig(pattern=Block()),
+            "model.pattern=Block(mixture=True, window=None) must be a tuple of Block, not a Block",
+        ),
+        (
+            lambda: ModelConfig(prefix=[Block()]),
+            "model.prefix=[Block(mixture=True, window=None)] must be a tuple of Block, not a list",
+        ),
+        (lambda: ModelConfig(pattern=(3,)), "model.pattern=(3,) must be a tuple of Block, not a tuple"),
+        (
+            lambda: ModelConfig(moe="sparse"),
+            "model.moe='sparse' must be a SparseConfig or a DenseConfig or a SoftConfig or None, not a text",
+        ),
+        (lambda: Experiment(3), "experiment.name=3 must be a text, not a whole number"),
+        (lambda: Experiment("x", train=None), "experiment.train=None must be a TrainConfig, not None"),
+    ],
+)
+def test_a_wrong_type_is_one_sentence(make, message):
+    with pytest.raises(ConfigError) as error:
+        make()
+    assert str(error.value) == message
+
+
+def test_a_whole_number_is_also_a_float():
+    whole, same = OptimizerConfig(learning_rate=1, clip_norm=2), OptimizerConfig(learning_rate=1.0, clip_norm=2.0)
+    assert [type(value) for value in (whole.learning_rate, whole.clip_norm)] == [float, float]
+    assert Experiment("x", optimizer=whole).identity() == Experiment("x", optimizer=same).identity()
+    assert TrainConfig(seed=2**32 - 1).seed == 2**32 - 1
+
+
+@pytest.mark.parametrize(
+    ("top_k", "renormalize", "renormalizes"),
+    [(1, None, False), (2, None, True), (8, None, True), (1, False, False), (2, False, False), (2, True, True)],
+)
+def test_weights_are_renormalized_where_there_are_several(top_k, renormalize, renormalizes):
+    assert SparseConfig(top_k=top_k, renormalize=renormalize).renormalizes is renormalizes
+
+
+def test_the_other_mixtures_have_weights_that_add_to_1():
+    assert DenseConfig().renormalizes and SoftConfig().renormalizes
+    assert SparseConfig(n_experts=1, top_k=1, renormalize=True).renormalizes

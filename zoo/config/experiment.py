@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
@@ -47,7 +46,7 @@ class DataConfig(Section):
     speed_fields: ClassVar[tuple[str, ...]] = ("cache_dir",)
 
     def __post_init__(self):
-        self.require_choices()
+        super().__post_init__()
         self.require_at_least(8, "vocab_size")
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must lie between 0 and 1, both excluded")
         self.require(
@@ -96,7 +95,7 @@ class OptimizerConfig(Section):
     section: ClassVar[str] = "optimizer"
 
     def __post_init__(self):
-        self.require_choices()
+        super().__post_init__()
         self.require(self.learning_rate > 0, "learning_rate", "must be positive")
         self.require(self.muon_learning_rate > 0, "muon_learning_rate", "must be positive")
         self.require(self.eps > 0, "eps", "must be positive")
@@ -115,7 +114,7 @@ class TrainConfig(Section):
         steps: optimizer updates.
         batch_size: B, sequences per update, over all devices and micro-batches.
         micro_batches: parts that a batch is computed in; the gradient is that of the whole batch.
-        seed: of the initial parameters, the order of the data and the dropout masks.
+        seed: of the initial parameters, the order of the data and the dropout masks; less than 2^32.
         max_bad_steps: updates with a non-finite gradient in a row, each skipped, after which the run stops.
         log_every: steps between two lines of metrics.
         eval_every: steps between evaluations; None for only at the end.
@@ -149,10 +148,11 @@ class TrainConfig(Section):
     section: ClassVar[str] = "train"
 
     def __post_init__(self):
+        super().__post_init__()
         self.require_at_least(1, "steps", "batch_size", "micro_batches", "max_bad_steps", "log_every", "eval_every")
         self.require_at_least(1, "save_every", "sample_every", "eval_batch_size", "keep_last", "keep_every")
         self.require_at_least(1, "sample_tokens")
-        self.require_at_least(0, "seed")
+        self.require(0 <= self.seed < 2**32, "seed", "must be at least 0 and less than 2^32")
         self.require(
             self.batch_size % self.micro_batches == 0,
             "batch_size",
@@ -182,7 +182,7 @@ class MeshConfig(Section):
     axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "expert")
 
     def __post_init__(self):
-        self.require_choices()
+        super().__post_init__()
         for name in self.axes:
             self.require(getattr(self, name) == -1 or getattr(self, name) >= 1, name, "must be positive, or -1")
         open_axes = [name for name in self.axes if getattr(self, name) == -1]
@@ -207,7 +207,9 @@ class Experiment(Section):
     section: ClassVar[str] = "experiment"
 
     def __post_init__(self):
-        self.require(bool(self.name) and "/" not in self.name, "name", "must be a plain, non-empty name")
+        super().__post_init__()
+        plain = self.name not in ("", ".", "..") and "/" not in self.name
+        self.require(plain, "name", "must be a plain, non-empty name")
         steps, schedule = self.train.steps, self.optimizer
         schedule.require(
             schedule.warmup_steps + schedule.final_decay_steps <= steps,
@@ -220,14 +222,21 @@ class Experiment(Section):
         """The run directory."""
         return self.train.dir or f"runs/{self.name}"
 
-    def identity(self) -> str:
-        """A hash of what decides the trained parameters, save the number of steps: model, data, optimizer,
-        batch size and seed. Logging, mesh, remat and where caches lie may change between two starts of a run."""
-        parts = {name: _without(getattr(self, name)) for name in ("model", "data", "optimizer")}
-        parts["train"] = {"batch_size": self.train.batch_size, "seed": self.train.seed}
-        return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:16]
+    def identity(self) -> dict[str, Any]:
+        """What decides the trained parameters, save the number of steps: model, data, optimizer, batch size and
+        seed, by the names of the fields. Logging, mesh, remat and where caches lie may change between two starts of
+        a run."""
+        fields = {f"train.{name}": getattr(self.train, name) for name in ("batch_size", "seed")}
+        for part in ("model", "data", "optimizer"):
+            section = getattr(self, part)
+            free = {f"{part}.{name}" for name in getattr(section, "speed_fields", ())}
+            fields |= {name: value for name, value in _flat(to_dict(section), part) if name not in free}
+        return fields
 
 
-def _without(section: Any) -> dict[str, Any]:
-    drop = getattr(section, "speed_fields", ())
-    return {name: value for name, value in to_dict(section).items() if name not in drop}
+def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from _flat(item, f"{name}.{key}")
+    else:
+        yield name, value

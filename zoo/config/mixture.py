@@ -30,13 +30,18 @@ class MixtureConfig(Section):
     kind: ClassVar[str]
 
     def __post_init__(self):
-        self.require_choices()
+        super().__post_init__()
         self.require_at_least(1, "n_experts", "d_ff")
         self.require_at_least(0, "n_shared_experts", "balance_weight", "z_weight")
 
     @property
     def causal(self) -> bool:
         """Whether no output depends on a later token."""
+        return True
+
+    @property
+    def renormalizes(self) -> bool:
+        """Whether the weights of a token's routed experts add to 1 by construction."""
         return True
 
 
@@ -46,14 +51,14 @@ class SparseConfig(MixtureConfig):
 
     Attributes:
         top_k: k, experts per token.
-        renormalize: divide the k chosen probabilities by their sum.
+        renormalize: divide the k chosen probabilities by their sum; None does so where top_k is more than 1.
         capacity_factor: None for dropless; else an expert takes at most ceil(factor k T / E) assignments
             of a sequence in training, in token order. Evaluation is always dropless.
         router_jitter: in training the router's input is multiplied by U(1 - jitter, 1 + jitter).
     """
 
     top_k: int = 2
-    renormalize: bool = True
+    renormalize: bool | None = None
     capacity_factor: float | None = None
     router_jitter: float = 0.0
 
@@ -70,11 +75,15 @@ class SparseConfig(MixtureConfig):
         )
         self.require_between(0, 0.99, "router_jitter")
         self.require(
-            not (self.top_k == 1 and self.renormalize and self.n_experts > 1),
+            not (self.top_k == 1 and self.renormalizes and self.n_experts > 1),
             "top_k",
             f"with {self.named('renormalize')} makes every weight 1, and the router would get no gradient; "
-            "set model.moe.renormalize to False",
+            "set model.moe.renormalize to False, or leave it at None",
         )
+
+    @property
+    def renormalizes(self) -> bool:
+        return self.top_k > 1 if self.renormalize is None else self.renormalize
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ class Block(Section):
     section: ClassVar[str] = "model.pattern"
 
     def __post_init__(self):
+        super().__post_init__()
         self.require_at_least(1, "window")
 
 
@@ -128,7 +129,7 @@ class ModelConfig(Section):
     speed_fields: ClassVar[tuple[str, ...]] = ("remat", "unroll")
 
     def __post_init__(self):
-        self.require_choices()
+        super().__post_init__()
         self.require_at_least(1, "vocab_size", "context_length", "d_model", "n_layers", "n_heads")
         self.require_at_least(1, "n_kv_heads", "head_dim", "d_ff")
         self.require_at_least(0, "init_std")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import difflib
+import functools
+import sys
 import types
 import typing
 from collections.abc import Iterable
@@ -17,6 +20,11 @@ class Section:
     """A part of an experiment; its messages name fields by their full path, as the command line spells them."""
 
     section: ClassVar[str]
+
+    def __post_init__(self):
+        self.require_types()
+        self.require_choices()
+        self.require_finite()
 
     def named(self, name: str) -> str:
         """`section.field=value`, for messages."""
@@ -38,18 +46,62 @@ class Section:
         for name in names:
             self.require(low <= getattr(self, name) <= high, name, f"must lie between {low} and {high}")
 
+    def require_types(self) -> None:
+        """Raises ConfigError where a field holds a value of another type than it declares.
+
+        A whole number where a float is declared becomes one, so that 1 and 1.0 are the same experiment.
+        """
+        for name, hint in _hints(type(self)).items():
+            value, parts = getattr(self, name), _alternatives(hint)
+            if float in parts and int not in parts and type(value) is int and abs(value) <= sys.float_info.max:
+                object.__setattr__(self, name, float(value))
+            elif not any(_is_a(value, part) for part in parts) and not _literals(hint):
+                self.require(False, name, f"must be {' or '.join(map(_in_words, parts))}, not {_in_words(type(value))}")
+
     def require_choices(self) -> None:
         """Raises ConfigError where a field of Literal type holds another value; names the nearest one."""
-        for name, hint in typing.get_type_hints(type(self)).items():
-            choices = _literals(hint)
-            value = getattr(self, name)
-            if choices and value not in choices and not (value is None and type(None) in typing.get_args(hint)):
+        for name, hint in _hints(type(self)).items():
+            choices, value = _literals(hint), getattr(self, name)
+            if choices and not any(_is_a(value, part) for part in _alternatives(hint)):
                 self.require(False, name, f"is not one of {', '.join(map(str, choices))}{nearest(value, choices)}")
+
+    def require_finite(self) -> None:
+        """Raises ConfigError where a number is infinite or NaN."""
+        for name in _hints(type(self)):
+            value = getattr(self, name)
+            if isinstance(value, float):
+                self.require(abs(value) <= sys.float_info.max, name, "must be a finite number")
+
+
+@functools.cache
+def _hints(cls: type) -> dict[str, Any]:
+    """Field -> its type."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+
+
+def _alternatives(hint: Any) -> tuple[Any, ...]:
+    return typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
 
 
 def _literals(hint: Any) -> tuple[Any, ...]:
-    parts = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType) else (hint,)
-    return tuple(c for p in parts if typing.get_origin(p) is Literal for c in typing.get_args(p))
+    return tuple(c for p in _alternatives(hint) if typing.get_origin(p) is Literal for c in typing.get_args(p))
+
+
+def _is_a(value: Any, kind: Any) -> bool:
+    """Whether `value` is of the type `kind`; True is not the number 1."""
+    if typing.get_origin(kind) is Literal:
+        return any(type(value) is type(choice) and value == choice for choice in typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return isinstance(value, tuple) and all(_is_a(item, typing.get_args(kind)[0]) for item in value)
+    return isinstance(value, kind) and (kind is bool or not isinstance(value, bool))
+
+
+def _in_words(kind: Any) -> str:
+    if typing.get_origin(kind) is tuple:
+        return f"a tuple of {typing.get_args(kind)[0].__name__}"
+    words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
+    return words.get(kind, f"a {kind.__name__}")
 
 
 def nearest(word: Any, choices: Iterable[Any]) -> str:

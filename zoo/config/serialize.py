@@ -25,24 +25,28 @@ def from_dict(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
     """The inverse of to_dict.
 
     Raises:
-        ConfigError: for a field that `cls` does not have (names the nearest) or values that cannot work.
+        ConfigError: for a field that `cls` does not have (names the nearest), one that is missing, or values that
+            cannot work.
     """
     hints = typing.get_type_hints(cls)
     known = {f.name for f in dataclasses.fields(cls)}
     for name in values:
         if name not in known:
             raise ConfigError(f"{path}{name} is not a field of {cls.__name__}{nearest(name, known)}")
+    for field in dataclasses.fields(cls):
+        if field.name not in values and field.default is field.default_factory is dataclasses.MISSING:
+            raise ConfigError(f"{path}{field.name} is missing; {cls.__name__} needs it")
     return cls(**{name: _from_value(hints[name], value, f"{path}{name}") for name, value in values.items()})
 
 
 def _from_value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and "kind" in value:
         kind = value["kind"]
-        if kind not in MIXTURES:
+        if kind not in list(MIXTURES):
             raise ConfigError(f"{path}.kind={kind!r} is not one of {', '.join(MIXTURES)}{nearest(kind, MIXTURES)}")
         return from_dict(MIXTURES[kind], {k: v for k, v in value.items() if k != "kind"}, f"{path}.")
-    if isinstance(value, Mapping):
+    if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
         return from_dict(hint, value, f"{path}.")
-    if typing.get_origin(hint) is tuple:
+    if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_from_value(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     return value

@@ -22,7 +22,7 @@ def capacity(capacity_factor: float, top_k: int, length: int, n_experts: int) ->
 
     Source: GShard, arXiv 2006.16668, section 2.2; never rounded down, so that no expert is shut off.
     """
-    return max(1, math.ceil(Fraction(repr(capacity_factor)) * top_k * length / n_experts))
+    return max(1, math.ceil(Fraction(repr(float(capacity_factor))) * top_k * length / n_experts))
 
 
 def within_capacity(
@@ -74,7 +74,7 @@ class SparseMoE(nn.Module):
         del positions, segment_ids
         config = self.config
         logits = Router(self.block, config.n_experts, config.router_jitter, name="router")(x, deterministic)
-        weights, indices, _ = route(logits, config.top_k, config.renormalize)
+        weights, indices, _ = route(logits, config.top_k, config.renormalizes)
         kept = self._kept(indices, token_mask, deterministic)
         y = self._run(x, jnp.where(kept, indices, config.n_experts), weights)
         return y, _stats(logits, weights, indices, kept, token_mask), cache
