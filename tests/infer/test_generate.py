@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import inspect
 import string
 import types
 from typing import Any
@@ -11,9 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from zoo.config import Block, DenseConfig, ModelConfig, SoftConfig, SparseConfig
+from zoo.config import Block, DataConfig, DenseConfig, Experiment, ModelConfig, SoftConfig, SparseConfig
 from zoo.data.tokenizer import ByteTokenizer, CharacterTokenizer
-from zoo.infer.generate import PromptError, generate
+from zoo.infer.generate import PromptError, _encode, _seeds, generate
 from zoo.infer.sampler import sample
 from zoo.models.decoder import Cache, Hidden, Output, build
 
@@ -35,7 +36,7 @@ def run(request) -> Any:
     sizes = dict(vocab_size=TOKENIZER.vocab_size, context_length=LENGTH, d_model=16, n_layers=2, n_heads=2)
     model = build(dataclasses.replace(VARIANTS[request.param], init_std=0.4, **sizes))
     params = jax.jit(model.init)(jax.random.key(1), jnp.zeros((1, 1), jnp.int32))["params"]
-    return types.SimpleNamespace(model=model, params=params, tokenizer=TOKENIZER)
+    return types.SimpleNamespace(model=model, params=params, tokenizer=TOKENIZER, config=Experiment("x"))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -100,12 +101,13 @@ class Scripted:
         return Hidden(logits, (), cache) if method == "hidden" else Output(logits, (), cache)
 
 
-def scripted(text: str | bytes, end: bool = True, context_length: int = 64) -> Any:
+def scripted(text: str | bytes, end: bool = True, context_length: int = 64, add_bos: bool = True) -> Any:
     """A run whose continuation of the empty prompt is `text`, then EOS (or its last byte for ever)."""
     tokenizer = ByteTokenizer()
     script = tuple(text.encode() if isinstance(text, str) else text) + ((tokenizer.eos_id,) if end else ())
     config = ModelConfig(vocab_size=tokenizer.vocab_size + 5, context_length=context_length)
-    return types.SimpleNamespace(model=Scripted(script, config), params={}, tokenizer=tokenizer)
+    experiment = Experiment("x", data=DataConfig(add_bos=add_bos))
+    return types.SimpleNamespace(model=Scripted(script, config), params={}, tokenizer=tokenizer, config=experiment)
 
 
 def test_specials_are_never_drawn_and_eos_ends_a_row():
@@ -148,6 +150,42 @@ def test_the_whole_context_can_be_used():
     assert generate(run, "123456", max_tokens=9, temperature=0) == ["a" * 9]
 
 
+def test_by_default_a_row_fills_the_context_up_to_200_tokens():
+    run = scripted("a", end=False, context_length=16)
+    assert generate(run, ["123456", "", "123"], temperature=0) == ["a" * 9, "a" * 15, "a" * 12]
+    run = scripted("a", end=False, context_length=256)
+    assert generate(run, "", temperature=0) == ["a" * 200]
+
+
+def test_by_default_no_row_depends_on_the_length_of_another(run):
+    prompts = ["abc" * 6, "To be", "a" * 22]
+    together = generate(run, prompts, temperature=1.0, seed=[3, 4, 5])
+    expected = [one_by_one(run, prompt, LENGTH - 1 - len(prompt), seed, 1.0) for seed, prompt in enumerate(prompts, 3)]
+    assert together == expected
+
+
+def test_a_row_begins_with_bos_where_its_training_did():
+    # The script is by position: what follows "xy" is its third character, or the fourth after BOS.
+    assert generate(scripted("0123456", end=False), "xy", max_tokens=1, temperature=0) == ["2"]
+    assert generate(scripted("0123456", end=False, add_bos=False), "xy", max_tokens=1, temperature=0) == ["1"]
+
+
+def test_the_ids_of_a_prompt_without_bos(run):
+    data = dataclasses.replace(run.config.data, add_bos=False)
+    bare = types.SimpleNamespace(**vars(run) | {"config": dataclasses.replace(run.config, data=data)})
+    assert _encode(run, "abc", 0) == [TOKENIZER.bos_id, *TOKENIZER.encode("abc")]
+    assert _encode(bare, "abc", 0) == TOKENIZER.encode("abc")
+
+
+@pytest.mark.parametrize("seed", [np.int64(7), jnp.int32(7), np.array([7, 8]), (7, 8)])
+def test_seeds_of_any_integer_type(seed):
+    assert _seeds(seed, 2) == [7, 8]
+
+
+def test_the_seed_after_the_last_is_0():
+    assert _seeds(2**32 - 1, 2) == [2**32 - 1, 0]
+
+
 def test_no_prompts_give_no_texts():
     assert generate(scripted("a"), [], max_tokens=3) == []
 
@@ -155,14 +193,28 @@ def test_no_prompts_give_no_texts():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"max_tokens": 0}, "max_tokens=0 must be at least 1"),
+        ({"max_tokens": 0}, "max_tokens=0 must be a whole number of at least 1, or None for what the context leaves"),
+        (
+            {"max_tokens": 2.5},
+            "max_tokens=2.5 must be a whole number of at least 1, or None for what the context leaves",
+        ),
+        ({"temperature": "1"}, "temperature='1' must be a finite number of at least 0; 0 is greedy"),
+        ({"top_k": 1.5}, "top_k=1.5 must be a whole number of at least 1, or None for all tokens"),
+        ({"top_p": "all"}, "top_p='all' must lie in (0, 1], or be None for all tokens"),
+        ({"seed": -1}, "seed=-1 must be at least 0 and less than 2^32"),
+        ({"seed": 2**32}, "seed=4294967296 must be at least 0 and less than 2^32"),
+        ({"seed": [2**32]}, "seed=4294967296 must be at least 0 and less than 2^32"),
+        ({"seed": 1.5}, "seed=1.5 must be a whole number, or one per prompt"),
+        ({"seed": "3"}, "seed='3' must be a whole number, or one per prompt"),
+        ({"prompts": ["a", 3]}, "prompt 1 is of type int; give a text"),
+        ({"prompts": "ab\udcff"}, "prompt 0 holds no valid character at 2; write it in UTF-8"),
         ({"temperature": -0.5}, "temperature=-0.5 must be a finite number of at least 0; 0 is greedy"),
         ({"temperature": float("nan")}, "temperature=nan must be a finite number of at least 0; 0 is greedy"),
         ({"temperature": float("inf")}, "temperature=inf must be a finite number of at least 0; 0 is greedy"),
-        ({"top_k": 0}, "top_k=0 must be at least 1, or None for all tokens"),
+        ({"top_k": 0}, "top_k=0 must be a whole number of at least 1, or None for all tokens"),
         ({"top_p": 0.0}, "top_p=0.0 must lie in (0, 1], or be None for all tokens"),
         ({"top_p": 1.5}, "top_p=1.5 must lie in (0, 1], or be None for all tokens"),
-        ({"stop": ["x", ""]}, "stop='' would end every text before it begins; leave it out"),
+        ({"stop": ["x", ""]}, "stop=['x', ''] must be texts; an empty one would end every row before it begins"),
         ({"seed": [1, 2]}, "seed holds 2 numbers for 1 prompts; give one number, or one per prompt"),
         (
             {"prompts": ["a", "b" * 15]},
@@ -180,13 +232,14 @@ def test_what_cannot_work_is_refused_in_a_sentence(settings, message):
     run.params = None
     arguments = {"prompts": "", "max_tokens": 8} | settings
     with pytest.raises(PromptError) as error:
-        generate(run, **arguments)
+        # Without the type checks that the tests add.
+        inspect.unwrap(generate)(run, **arguments)
     assert str(error.value) == message
 
 
 def test_an_empty_prompt_needs_a_bos_token():
-    run = scripted("abc")
-    run.tokenizer.bos_id = -1
-    with pytest.raises(PromptError, match="prompt 0 is empty, and the tokenizer has no BOS token"):
+    run = scripted("abc", add_bos=False)
+    message = r"^prompt 0 is empty, and the model was trained without .* \(data.add_bos=False\); give some text$"
+    with pytest.raises(PromptError, match=message):
         generate(run, "", max_tokens=3)
     assert len(generate(run, "x", max_tokens=2)) == 1

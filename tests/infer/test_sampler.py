@@ -54,6 +54,14 @@ def test_top_p_keeps_one_token_and_rows_apart():
     np.testing.assert_array_equal(kept, [[True, False, False, False], [False, False, True, False]])
 
 
+def test_a_mass_of_1_keeps_every_token():
+    # The likeliest token's probability rounds to 1 in float32.
+    logits = jnp.array([[20.0, 0.0, -30.0, -jnp.inf], [0.0, 0.0, 0.0, 0.0]])
+    np.testing.assert_array_equal(keep_top_p(logits, 1.0), logits)
+    np.testing.assert_array_equal(jax.jit(keep_top_p)(logits, jnp.float32(1)), logits)
+    assert not np.isfinite(keep_top_p(logits, 0.999)[0, 1])
+
+
 def draws(logits: list[float], n: int = 4000, **settings) -> np.ndarray:
     keys = jax.random.split(jax.random.key(0), n)
     tokens = sample(jnp.broadcast_to(jnp.array(logits), (n, len(logits))), keys, **settings)

@@ -2,8 +2,10 @@
 
 import functools
 import math
+import numbers
+import operator
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, SupportsIndex
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,8 @@ from zoo.infer.stream import TextStream
 # Lengths are rounded up to multiples of these, so that few programs serve all prompts.
 PROMPT_MULTIPLE = 32
 CACHE_MULTIPLE = 64
+# New tokens where nobody says how many.
+MAX_TOKENS = 200
 
 
 class PromptError(ValueError):
@@ -40,66 +44,83 @@ def generate(
     run: Any,
     prompts: str | Sequence[str],
     *,
-    max_tokens: int,
+    max_tokens: int | None = None,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
-    seed: int | Sequence[int] = 0,
+    seed: SupportsIndex | Sequence[SupportsIndex] = 0,
     stop: str | Sequence[str] = (),
     on_text: Callable[[int, str], None] | None = None,
 ) -> list[str]:
     """How a model goes on from each prompt, without the prompt itself.
 
-    A row ends at the EOS token, before the first stop string, or after `max_tokens` tokens. Its text depends on
+    A row ends at the EOS token, before the first stop string, or after `max_tokens` tokens. It begins with the BOS
+    token where the documents of its training did (`run.config.data.add_bos`). Its text depends on
     its prompt, its seed and these settings, and not on the other rows. (Matrix products of another size may
     round differently, so logits that are equal to the last bits may be told apart otherwise in another batch.)
 
     Args:
-        run: what `zoo.load` gives, or anything with its model, params and tokenizer.
-        prompts: one text or several, of any lengths; "" begins a document.
-        max_tokens: the most new tokens per row.
+        run: what `zoo.load` gives, or anything with its model, params, tokenizer and config.
+        prompts: one text or several, of any lengths; "" begins a document, which takes a BOS token.
+        max_tokens: the most new tokens per row; None for as many as the context leaves the row, at most 200.
         temperature: divides the logits; 0 takes the likeliest token.
         top_k: draw from this many likeliest tokens; None from all.
         top_p: then from the smallest set of them that carries this mass; None from all.
-        seed: of the first row, the next row has the next; or one seed per row. Taken modulo 2^32.
+        seed: of the first row, the next row has the next (0 after 2^32 - 1); or one seed per row.
         stop: one string or several that end a row.
         on_text: called with the row and each further piece of its text; a row's pieces add up to its text.
 
     Raises:
-        PromptError: a setting is out of range, or a prompt leaves no room for `max_tokens` in the context.
+        PromptError: a setting is out of range or of another type, or a prompt leaves no room for `max_tokens` in
+            the context or is empty where there is no BOS token.
     """
     prompts = [prompts] if isinstance(prompts, str) else list(prompts)
     stop = [stop] if isinstance(stop, str) else list(stop)
     _check_settings(max_tokens, temperature, top_k, top_p, stop)
     seeds = _seeds(seed, len(prompts))
-    encoded = [_encode(run.tokenizer, prompt, i) for i, prompt in enumerate(prompts)]
-    for i, tokens in enumerate(encoded):
-        _check_length(len(tokens), max_tokens, run.model.config.context_length, i)
+    encoded = [_encode(run, prompt, i) for i, prompt in enumerate(prompts)]
+    limits = [_limit(len(ids), max_tokens, run.model.config.context_length, i) for i, ids in enumerate(encoded)]
     if not prompts:
         return []
-    allowed = _allowed(run.tokenizer, run.model.config.vocab_size)
-    sampling = Sampling(float(temperature), top_k, None if top_p is None else float(top_p), allowed)
+    sampling = _sampling(run, temperature, top_k, top_p)
     streams = [TextStream(run.tokenizer, tokens, stop) for tokens in encoded]
-    _write(_tokens(run, encoded, seeds, max_tokens, sampling), streams, run.tokenizer.eos_id, on_text)
+    _write(_tokens(run, encoded, seeds, max(limits), sampling), streams, limits, run.tokenizer.eos_id, on_text)
     return [stream.text for stream in streams]
 
 
-def _write(tokens: Any, streams: list[TextStream], eos_id: int, on_text: Callable[[int, str], None] | None) -> None:
-    """Feeds each row's tokens to its stream until every row has ended."""
+def room(run: Any, prompt: str) -> int:
+    """How many tokens the context leaves after a prompt; asks for no parameters.
+
+    Raises:
+        PromptError: none, or the prompt is empty where there is no BOS token.
+    """
+    context_length, tokens = run.model.config.context_length, _encode(run, prompt, 0)
+    _limit(len(tokens), None, context_length, 0)
+    return context_length - len(tokens)
+
+
+def _write(
+    tokens: Any,
+    streams: list[TextStream],
+    limits: list[int],
+    eos_id: int,
+    on_text: Callable[[int, str], None] | None,
+) -> None:
+    """Feeds each row's tokens, as many as its limit, to its stream until every row has ended."""
     show = on_text or (lambda row, piece: None)
     open_rows = set(range(len(streams)))
-    for step in tokens:
+    for n, step in enumerate(tokens, 1):
         for row in sorted(open_rows):
-            piece = streams[row].finish() if step[row] == eos_id else streams[row].push(int(step[row]))
+            stream, token = streams[row], int(step[row])
+            ends = token == eos_id or n == limits[row]
+            piece = "" if token == eos_id else stream.push(token)
+            piece += stream.finish() if ends else ""
             if piece:
                 show(row, piece)
-            if step[row] == eos_id or streams[row].stopped:
+            if ends or stream.stopped:
                 open_rows.remove(row)
         if not open_rows:
             return
-    for row in sorted(open_rows):
-        if piece := streams[row].finish():
-            show(row, piece)
 
 
 def _tokens(run: Any, encoded: list[list[int]], seeds: list[int], max_tokens: int, sampling: Sampling) -> Any:
@@ -144,6 +165,8 @@ def _next(
     model: Any, params: Any, token: Int[Array, "B"], cache: Any, keys: Key[Array, "B"], n: Any, sampling: Sampling
 ) -> tuple[Int[Array, "B"], Any]:
     """The token after `token`, which is the n-th new one of every row, and the cache with `token` in it."""
+    # A row that has ended where the context ends goes on in its last place, where it disturbs nothing.
+    cache = cache._replace(length=jnp.minimum(cache.length, model.config.context_length - 1))
     out = model.apply({"params": params}, token[:, None], cache=cache)
     return _draw(out.logits[:, 0], row_keys(keys, n), sampling), out.cache
 
@@ -161,10 +184,30 @@ def _allowed(tokenizer: Any, vocab_size: int) -> Bool[np.ndarray, "V"]:
     return allowed
 
 
-def _encode(tokenizer: Any, prompt: str, index: int) -> list[int]:
-    tokens = ([tokenizer.bos_id] if tokenizer.bos_id >= 0 else []) + tokenizer.encode(prompt)
+def _sampling(run: Any, temperature: float, top_k: int | None, top_p: float | None) -> Sampling:
+    vocab_size = run.model.config.vocab_size
+    return Sampling(
+        float(temperature),
+        None if top_k is None else min(int(top_k), vocab_size),
+        None if top_p is None else float(top_p),
+        _allowed(run.tokenizer, vocab_size),
+    )
+
+
+def _encode(run: Any, prompt: Any, index: int) -> list[int]:
+    if not isinstance(prompt, str):
+        raise PromptError(f"prompt {index} is of type {type(prompt).__name__}; give a text")
+    try:
+        prompt.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(f"prompt {index} holds no valid character at {error.start}; write it in UTF-8") from None
+    data = run.config.data
+    tokens = ([run.tokenizer.bos_id] if data.add_bos else []) + run.tokenizer.encode(prompt)
     if not tokens:
-        raise PromptError(f"prompt {index} is empty, and the tokenizer has no BOS token to begin with; give some text")
+        raise PromptError(
+            f"prompt {index} is empty, and the model was trained without a BOS token to begin with "
+            f"({data.named('add_bos')}); give some text"
+        )
     return tokens
 
 
@@ -180,32 +223,60 @@ def _round_up(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def _seeds(seed: int | Sequence[int], n_rows: int) -> list[int]:
-    seeds = [seed + row for row in range(n_rows)] if isinstance(seed, int) else list(seed)
+def _seeds(seed: Any, n_rows: int) -> list[int]:
+    try:
+        first = operator.index(seed)
+        return [(_in_range(first) + row) % 2**32 for row in range(n_rows)]
+    except TypeError:
+        pass
+    try:
+        seeds = [_in_range(operator.index(s)) for s in seed]
+    except TypeError:
+        raise PromptError(f"seed={seed!r} must be a whole number, or one per prompt") from None
     if len(seeds) != n_rows:
         raise PromptError(f"seed holds {len(seeds)} numbers for {n_rows} prompts; give one number, or one per prompt")
-    return [s % 2**32 for s in seeds]
+    return seeds
 
 
-def _check_settings(max_tokens: int, temperature: float, top_k: int | None, top_p: float | None, stop: list) -> None:
-    if max_tokens < 1:
-        raise PromptError(f"max_tokens={max_tokens} must be at least 1")
-    if not (math.isfinite(temperature) and temperature >= 0):
-        raise PromptError(f"temperature={temperature} must be a finite number of at least 0; 0 is greedy")
-    if top_k is not None and top_k < 1:
-        raise PromptError(f"top_k={top_k} must be at least 1, or None for all tokens")
-    if top_p is not None and not 0 < top_p <= 1:
-        raise PromptError(f"top_p={top_p} must lie in (0, 1], or be None for all tokens")
-    if "" in stop:
-        raise PromptError("stop='' would end every text before it begins; leave it out")
+def _in_range(seed: int) -> int:
+    if not 0 <= seed < 2**32:
+        raise PromptError(f"seed={seed} must be at least 0 and less than 2^32")
+    return seed
 
 
-def _check_length(length: int, max_tokens: int, context_length: int, index: int) -> None:
+def _check_settings(max_tokens: Any, temperature: Any, top_k: Any, top_p: Any, stop: list[Any]) -> None:
+    if not (max_tokens is None or _is_positive(max_tokens)):
+        raise PromptError(
+            f"max_tokens={max_tokens!r} must be a whole number of at least 1, or None for what the context leaves"
+        )
+    if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
+        raise PromptError(f"temperature={temperature!r} must be a finite number of at least 0; 0 is greedy")
+    if not (top_k is None or _is_positive(top_k)):
+        raise PromptError(f"top_k={top_k!r} must be a whole number of at least 1, or None for all tokens")
+    if not (top_p is None or (_is_number(top_p) and 0 < top_p <= 1)):
+        raise PromptError(f"top_p={top_p!r} must lie in (0, 1], or be None for all tokens")
+    if not all(isinstance(text, str) and text for text in stop):
+        raise PromptError(f"stop={stop!r} must be texts; an empty one would end every row before it begins")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, numbers.Integral) and not isinstance(value, bool) and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, numbers.Real) and not isinstance(value, bool)
+
+
+def _limit(length: int, max_tokens: int | None, context_length: int, index: int) -> int:
+    """How many new tokens a row of `length` tokens may get."""
     context = f"model.context_length={context_length}"
     if length >= context_length:
         raise PromptError(f"prompt {index} is {length} tokens long, which leaves no room in {context}; shorten it")
+    if max_tokens is None:
+        return min(MAX_TOKENS, context_length - length)
     if (excess := length + max_tokens - context_length) > 0:
         raise PromptError(
             f"prompt {index} of {length} tokens and max_tokens={max_tokens} pass {context} by {excess}; "
             f"set max_tokens to at most {context_length - length}, or shorten the prompt"
         )
+    return max_tokens

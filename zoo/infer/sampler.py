@@ -21,7 +21,9 @@ def keep_top_p(logits: Float[Array, "B V"], top_p: float | Float[Array, ""]) -> 
     mass = jnp.cumsum(jax.nn.softmax(jnp.take_along_axis(logits, order, axis=-1)), axis=-1)
     # A token stays where those before it do not reach the mass yet; nothing stands before the first.
     before = jnp.pad(mass[:, :-1], ((0, 0), (1, 0)), constant_values=-1.0)
-    return jnp.where(_in_vocabulary_order(before < top_p, order), logits, -jnp.inf)
+    # In float32 the mass reaches 1 before the last token, but a mass of 1 means all of them.
+    kept = (before < top_p) | (jnp.asarray(top_p) >= 1)
+    return jnp.where(_in_vocabulary_order(kept, order), logits, -jnp.inf)
 
 
 def sample(
