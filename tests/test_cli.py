@@ -1,6 +1,8 @@
 """The command line: values from files and options, help, mistakes, exit codes."""
 
 import dataclasses
+import errno
+import io
 import re
 import subprocess
 import sys
@@ -27,9 +29,9 @@ from zoo import (
     TrainConfig,
 )
 from zoo.cli import load_experiment, main
-from zoo.cli.commands import reduced
 from zoo.cli.options import attribute_texts
 from zoo.infer.generate import PromptError
+from zoo.laws import reduced
 
 ROOT = Path(__file__).parents[1]
 SECTIONS = {
@@ -82,7 +84,7 @@ def test_a_file_alone_is_the_experiment(file, trained):
 
 
 def test_options_change_the_values_of_the_file(file, trained):
-    options = "--train.steps 300 --model.d_model=128 --model.moe.top-k 1 --model.moe.no-renormalize --model.qk-norm"
+    options = "--train.steps 300 --model.d_model=128 --model.moe.top-k 1 --model.moe.renormalize False --model.qk-norm"
     more = "--model.n-kv-heads 2 --data.path None --optimizer.clip-norm None --mesh.data -1 --model.pattern.0.window 4"
     assert main(["train", "--config", file, *options.split(), *more.split(), "--optimizer.learning-rate", "2e-3"]) == 0
     was, now = load_experiment(file), trained[0]
@@ -101,6 +103,30 @@ def test_options_change_the_values_of_the_file(file, trained):
     )
 
 
+@pytest.mark.parametrize(
+    ("args", "renormalize"),
+    [
+        ("--model.moe.top-k 1", None),
+        ("--model.moe.top-k 1 --model.moe.renormalize None", None),
+        ("--model.moe.renormalize False", False),
+        ("--model.moe.renormalize=True", True),
+        ("--model.moe.renormalize", True),
+    ],
+)
+def test_renormalization_can_be_set_and_left_open(args, renormalize, file, trained):
+    assert main(["train", "--config", file, *args.split()]) == 0
+    assert trained[0].model.moe.renormalize is renormalize
+
+
+@pytest.mark.parametrize(
+    ("args", "glu"),
+    [("--model.glu False", False), ("--model.glu=True", True), ("--model.glu", True), ("--model.glu --name x", True)],
+)
+def test_true_and_false_are_values(args, glu, file, trained):
+    assert main(["train", "--config", file, "--model.glu=False", *args.split()]) == 0
+    assert trained[0].model.glu is glu
+
+
 def test_a_value_can_be_taken_back(file, trained):
     assert main(["train", "--config", file, "--model.n-kv-heads", "2", "--model.n-kv-heads", "None"]) == 0
     assert trained[0].model.n_kv_heads is None
@@ -110,6 +136,16 @@ def test_a_value_can_be_taken_back(file, trained):
 def test_a_mixture_keeps_the_sizes(kind, file, trained):
     assert main(["train", "--config", file, f"--mixture={kind}", "--model.moe.n-experts", "6"]) == 0
     assert trained[0].model.moe == MIXTURES[kind](n_experts=6, d_ff=48)
+
+
+def test_of_several_files_and_mixtures_the_last_counts(file, tmp_path, trained):
+    other = tmp_path / "other.py"
+    other.write_text("import zoo\nconfig = zoo.Experiment('other')\n")
+    for pair in ([f"--config={file}", "--config", str(other)], ["--config", file, f"--config={other}"]):
+        assert main(["train", *pair, "--mixture=soft", "--mixture", "dense"]) == 0
+        assert (trained[-1].name, trained[-1].model.moe) == ("other", DenseConfig())
+    assert main(["train", "--mixture", "soft", "--mixture", "None", "--config", file]) == 0
+    assert trained[-1] == load_experiment(file)
 
 
 def test_no_mixture(file, trained):
@@ -155,7 +191,8 @@ def test_help_shows_types_and_the_defaults_of_the_file(file, capsys):
     assert "--train.steps INT optimizer updates. (default: 500)" in shown
     assert "--model.d-model INT D, width of the residual stream. (default: 64)" in shown
     assert "--optimizer.name {adamw,muon}" in shown
-    assert "--model.moe.renormalize, --model.moe.no-renormalize" in shown
+    assert "--model.moe.renormalize {None,True,False}" in shown
+    assert "--model.glu {True,False}" in shown
     assert "(default: 1000)" in help_of(capsys, "train")
 
 
@@ -178,8 +215,8 @@ def test_help_of_zoo_names_the_commands(capsys):
         ("--train.step 3", "there is no option --train.step; did you mean --train.steps?"),
         ("--steps 3", "there is no option --steps; did you mean --train.steps?"),
         (
-            "--model.moe.no-renormalise",
-            "--model.moe.no-renormalise; did you mean --model.moe.no-renormalize?",
+            "--model.moe.no-renormalize",
+            "there is no option --model.moe.no-renormalize; did you mean --model.moe.renormalize False?",
         ),
         ("--qqqq 3", "there is no option --qqqq; --help lists them"),
         ("train.steps 3", "'train.steps' is no option; options are written --name value, and --help lists them"),
@@ -190,8 +227,12 @@ def test_help_of_zoo_names_the_commands(capsys):
         ("--optimizer.name adam", "--optimizer.name 'adam' is not one of adamw, muon; did you mean adamw?"),
         ("--train.steps", "--train.steps needs a value; one that begins with dashes is written --train.steps=VALUE"),
         ("--train.steps --model.glu", "--train.steps needs a value"),
-        ("--model.glu False", "--model.glu takes no value, found 'False'; write --model.glu or --model.no-glu"),
-        ("--model.no-glu=1", "--model.no-glu takes no value, found '1'; write --model.glu or --model.no-glu"),
+        ("--model.glu false", "--model.glu 'false' is not True or False; did you mean False?"),
+        ("--model.no-glu", "there is no option --model.no-glu; did you mean --model.glu False?"),
+        ("--model.moe.renormalize no", "--model.moe.renormalize 'no' is not True or False or None"),
+        ("--model.moe.top-k 1 --model.moe.renormalize", "the router would get no gradient; set model.moe.renormalize"),
+        ("--optimizer.clip-norm inf", "optimizer.clip_norm=inf must be a finite number"),
+        ("--train.seed 4294967296", "train.seed=4294967296 must be at least 0 and less than 2^32"),
         ("--model.moe.segment-length 4", "of a mixture that this model does not have; give --mixture soft"),
         ("--mixture none --model.moe.n-experts 4", "does not have; give --mixture sparse or dense or soft"),
         ("--mixture spares", "mixture='spares' is not one of sparse, dense, soft, none; did you mean sparse?"),
@@ -214,6 +255,7 @@ def test_wrong_options_are_answered_in_a_sentence(args, message, file, trained, 
         (["train"], "zoo train needs --config FILE; a Python file that defines config = Experiment(...)"),
         (["train", "configs/x.py"], "zoo train needs --config FILE; did you mean --config configs/x.py?"),
         (["check", "--mixture", "soft"], "zoo check needs --config FILE"),
+        (["train", "--config", "--mixture", "soft"], "zoo train needs --config FILE"),
         (["generate"], "zoo generate needs --model RUN_DIR, the directory of a training run"),
         (["generate", "--model", "x", "--promt", "y"], "there is no option --promt; did you mean --prompt?"),
         (["generate", "--model", "x", "--top-k", "few"], "--top-k 'few' is not a whole number or None"),
@@ -264,6 +306,29 @@ def test_files_import_their_own_neighbours(tmp_path):
     assert "shared_part" not in sys.modules and str(tmp_path / "a") not in sys.path
 
 
+def test_only_neighbours_are_forgotten(tmp_path):
+    folder, other = tmp_path / "conf", tmp_path / "configs2"
+    (folder / "lib" / "kept_package").mkdir(parents=True)
+    other.mkdir()
+    (folder / "lib" / "kept_package" / "__init__.py").write_text("")
+    (folder / "lib" / "kept_deeper.py").write_text("")
+    (other / "kept_beside.py").write_text("")
+    (folder / "forgotten.py").write_text("")
+    (folder / "x.py").write_text(
+        f"import sys\nsys.path += [{str(folder / 'lib')!r}, {str(other)!r}]\n"
+        "import forgotten, kept_beside, kept_deeper, kept_package, zoo\nconfig = zoo.Experiment('x')\n"
+    )
+    before = list(sys.path)
+    try:
+        load_experiment(str(folder / "x.py"))
+        assert {"kept_package", "kept_deeper", "kept_beside"} <= sys.modules.keys()
+        assert "forgotten" not in sys.modules
+    finally:
+        sys.path[:] = before
+        for name in ("kept_package", "kept_deeper", "kept_beside"):
+            sys.modules.pop(name, None)
+
+
 def test_other_errors_keep_their_traceback(file, monkeypatch):
     def broken(experiment: Experiment) -> Any:
         raise ValueError("a bug")
@@ -271,6 +336,48 @@ def test_other_errors_keep_their_traceback(file, monkeypatch):
     monkeypatch.setattr(zoo.train.loop, "train", broken)
     with pytest.raises(ValueError, match="a bug"):
         main(["train", "--config", file])
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (PermissionError(errno.EACCES, "Permission denied", "runs/x/loss.png"), "runs/x/loss.png: Permission denied"),
+        (IsADirectoryError(errno.EISDIR, "Is a directory", b"text.txt"), "text.txt: Is a directory"),
+        (FileNotFoundError(errno.ENOENT, "No such file", Path("metrics.jsonl")), "metrics.jsonl: No such file"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_a_file_that_fails_is_a_sentence(error, message, file, monkeypatch, capsys):
+    def full(experiment: Experiment) -> Any:
+        raise error
+
+    monkeypatch.setattr(zoo.train.loop, "train", full)
+    assert refusal(capsys, "train", "--config", file) == message
+
+
+def test_an_error_of_the_standard_library_is_a_sentence(file, tmp_path, monkeypatch, capsys):
+    place = tmp_path / "nowhere" / "metrics.jsonl"
+    monkeypatch.setattr(zoo.train.loop, "train", lambda experiment: place.write_text("{}"))
+    assert refusal(capsys, "train", "--config", file) == f"{place}: No such file or directory"
+
+
+def test_errors_that_are_of_no_file_keep_their_traceback(file, monkeypatch):
+    def broken(experiment: Experiment) -> Any:
+        raise ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+
+    monkeypatch.setattr(zoo.train.loop, "train", broken)
+    with pytest.raises(ConnectionRefusedError):
+        main(["train", "--config", file])
+
+
+@pytest.mark.parametrize("encoding", ["latin-1", "ascii"])
+def test_characters_that_a_terminal_lacks_are_replaced(encoding, writer, monkeypatch):
+    screen = io.TextIOWrapper(io.BytesIO(), encoding=encoding)
+    monkeypatch.setattr(sys, "stdout", screen)
+    assert main(["generate", "--model", "r", "--prompt", "日"]) == 0
+    screen.flush()
+    shown = "é" if encoding == "latin-1" else "?"
+    assert screen.buffer.getvalue().decode(encoding) == f"? a b {shown}\n"
 
 
 def test_an_interruption_is_no_traceback(file, monkeypatch, capsys):
@@ -304,7 +411,7 @@ def writer(monkeypatch) -> list[dict[str, Any]]:
 def test_one_prompt_is_shown_with_its_continuation(writer, capsys):
     assert main(["generate", "--model", "runs/x", "--prompt", "def"]) == 0
     assert capsys.readouterr().out == "def a b é\n"
-    expected = {"max_tokens": 200, "temperature": 0.8, "top_k": None, "top_p": None, "seed": 0, "stop": ()}
+    expected = {"max_tokens": None, "temperature": 0.8, "top_k": None, "top_p": None, "seed": 0, "stop": ()}
     assert writer == [{"run": "run of runs/x", "prompts": ["def"], **expected}]
 
 
@@ -351,25 +458,6 @@ def test_check_runs_the_laws(full, passed, status, file, monkeypatch):
     assert main(["check", "--config", file, "--mixture", "soft", *(["--full"] if full else [])]) == status
     model = dataclasses.replace(load_experiment(file).model, moe=SoftConfig(n_experts=4, d_ff=48))
     assert checked == [dataclasses.replace(model, vocab_size=64) if full else reduced(model)]
-
-
-def test_a_reduced_model_has_the_same_structure():
-    model = ModelConfig(
-        d_model=4096,
-        n_layers=32,
-        n_heads=32,
-        n_kv_heads=8,
-        moe=SparseConfig(n_experts=64, top_k=6, d_ff=1024, n_shared_experts=2),
-        prefix=(Block(mixture=False),),
-        pattern=(Block(window=1024), Block()),
-        context_length=8192,
-    )
-    small = reduced(model)
-    assert (small.d_model, small.head_dim, small.n_heads, small.n_kv_heads, small.n_layers) == (32, 8, 4, 2, 5)
-    assert small.moe == SparseConfig(n_experts=7, top_k=6, d_ff=16, n_shared_experts=2)
-    assert (small.prefix, small.pattern) == (model.prefix, (Block(window=8), Block()))
-    assert reduced(dataclasses.replace(model, n_kv_heads=1)).n_kv_heads == 1
-    assert reduced(dataclasses.replace(model, n_kv_heads=None)).n_kv_heads is None
 
 
 def python(*args: str) -> subprocess.CompletedProcess:

@@ -1,5 +1,7 @@
 """The command line: zoo train | generate | check."""
 
+import errno
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -11,23 +13,30 @@ from zoo.config import nearest
 
 __all__ = ["load_experiment", "main"]
 
+# What writing to an open file fails with; such an error names no file.
+_OF_FILES = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.EROFS, errno.EACCES, errno.EPERM}
+
 USAGE = """usage: zoo COMMAND [OPTIONS]
 
   zoo train --config FILE [OPTIONS]      train a model, or go on with an interrupted run
   zoo generate --model RUN_DIR [OPTIONS] write text with a trained model
   zoo check --config FILE [OPTIONS]      run the laws of a causal decoder on a model
 
-zoo COMMAND --help lists the options of a command.
+zoo COMMAND --help lists the options of a command. Each takes a value; one of True and False alone means True.
 """
 
 
 def main(args: Sequence[str] | None = None) -> int:
     """Runs a command; returns the exit status.
 
-    What a user can put right, an error of this package, is one sentence on stderr and status 2; anything else
-    keeps its traceback. An interruption is status 130, a closed output 141.
+    What a user can put right, an error of this package or a file that cannot be read or written, is one sentence on
+    stderr and status 2; anything else keeps its traceback. An interruption is status 130, a closed output 141.
     """
     args = list(sys.argv[1:] if args is None else args)
+    for stream in (sys.stdout, sys.stderr):
+        # A model writes characters that the encoding of a terminal may lack.
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
     try:
         return _dispatch(args)
     except KeyboardInterrupt:
@@ -38,10 +47,21 @@ def main(args: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except (ValueError, OSError) as error:
-        if type(error).__module__.partition(".")[0] != "zoo":
+        reason = _reason(error)
+        if reason is None:
             raise
-        print(f"zoo: error: {error}", file=sys.stderr)
+        print(f"zoo: error: {reason}", file=sys.stderr)
         return 2
+
+
+def _reason(error: ValueError | OSError) -> str | None:
+    """What to say of an error that a user can put right; None for any other."""
+    if type(error).__module__.partition(".")[0] == "zoo":
+        return str(error)
+    if isinstance(error, OSError) and (error.filename is not None or error.errno in _OF_FILES):
+        place = "" if error.filename is None else f"{os.fsdecode(error.filename)}: "
+        return f"{place}{error.strerror or error}"
+    return None
 
 
 def _dispatch(args: list[str]) -> int:

@@ -1,5 +1,6 @@
 """Experiments from files: Python that defines `config = Experiment(...)`."""
 
+import os
 import pathlib
 import runpy
 import sys
@@ -39,9 +40,10 @@ def _run(file: pathlib.Path) -> dict[str, object]:
         raise ConfigError(f"--config {file}{_place(error, file)}: {_words(error)}") from error
     finally:
         sys.path.remove(folder)
-        # Another folder may have neighbours of the same names.
+        # Another folder may have neighbours of the same names. What lies deeper is not one: an environment, or zoo.
         for name in set(sys.modules) - before:
-            if str(getattr(sys.modules[name], "__file__", "")).startswith(folder):
+            place = getattr(sys.modules[name], "__file__", None)
+            if place is not None and os.path.dirname(place) == folder:
                 del sys.modules[name]
 
 

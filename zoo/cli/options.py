@@ -43,7 +43,13 @@ def parse(default: Command, args: Sequence[str], prog: str) -> Command:
     checked = ["--help"] if wants_help else list(_checked(args, options(default)))
     try:
         return tyro.cli(
-            type(default), default=default, args=checked, prog=prog, description=_heading(default), registry=registry
+            type(default),
+            default=default,
+            args=checked,
+            prog=prog,
+            description=_heading(default),
+            registry=registry,
+            config=(tyro.conf.FlagConversionOff,),
         )
     except _Refused as refused:
         raise refused.args[0] from None
@@ -131,30 +137,27 @@ def _for_tyro(hint: Any, value: Any) -> Any:
 
 
 def _checked(args: Sequence[str], known: dict[str, Any]) -> Iterator[str]:
-    """The arguments as `--option=value` and `--flag`, each one looked at."""
-    names = known | {_negated(name): bool for name, hint in known.items() if hint is bool}
+    """The arguments as `--option=value`, each one looked at."""
     rest = list(args)
     while rest:
         name, equals, value = rest.pop(0).partition("=")
         if not name.startswith("--"):
             raise OptionError(f"{name!r} is no option; options are written --name value, and --help lists them")
         name = name.replace("_", "-")
-        if name not in names:
-            raise OptionError(_unknown(name, names))
-        if names[name] is None:
+        if name not in known:
+            raise OptionError(_unknown(name, known))
+        if known[name] is None:
             raise OptionError(f"{name} cannot be written as an option; set it in the config file")
         follows = rest[0] if rest and not rest[0].startswith("--") else None
-        if names[name] is bool:
-            if equals or follows is not None:
-                raise OptionError(f"{name} takes no value, found {value or follows!r}; {_flag_use(name, known)}")
-            yield name
-            continue
         if not equals:
-            if follows is None:
+            if follows is not None:
+                value = rest.pop(0)
+            elif bool in _alternatives(known[name]):
+                value = "True"
+            else:
                 raise OptionError(f"{name} needs a value; one that begins with dashes is written {name}=VALUE")
-            value = rest.pop(0)
-        if not _fits(names[name], value):
-            raise OptionError(f"{name} {value!r} is not {_expected(names[name], value)}")
+        if not _fits(known[name], value):
+            raise OptionError(f"{name} {value!r} is not {_expected(known[name], value)}")
         yield f"{name}={value}"
 
 
@@ -162,19 +165,12 @@ def _option(path: str) -> str:
     return "--" + path.replace("_", "-")
 
 
-def _negated(name: str) -> str:
-    """--a.b -> --a.no-b."""
-    return re.sub(r"([^.-][^.]*)$", r"no-\1", name)
-
-
-def _flag_use(name: str, known: dict[str, Any]) -> str:
-    positive = name if name in known else next(n for n in known if _negated(n) == name)
-    return f"write {positive} or {_negated(positive)}"
-
-
 def _unknown(name: str, names: dict[str, Any]) -> str:
     """Why there is no such option, with the nearest one."""
-    field = name.removeprefix("--model.moe.").removeprefix("no-").replace("-", "_")
+    positive = re.sub(r"([.-])no-([^.]+)$", r"\1\2", name)
+    if positive in names and bool in _alternatives(names[positive]):
+        return f"there is no option {name}; did you mean {positive} False?"
+    field = name.removeprefix("--model.moe.").replace("-", "_")
     kinds = [kind for kind, cls in MIXTURES.items() if field in {f.name for f in dataclasses.fields(cls)}]
     if name.startswith("--model.moe.") and kinds and _option(f"model.moe.{field}") not in names:
         return f"{name} is an option of a mixture that this model does not have; give --mixture {' or '.join(kinds)}"
@@ -196,6 +192,9 @@ def _fits(hint: Any, text: str) -> bool:
         elif kind is type(None):
             if text == "None":
                 return True
+        elif kind is bool:
+            if text in ("True", "False"):
+                return True
         elif kind in (int, float):
             try:
                 kind(text)
@@ -215,5 +214,6 @@ def _expected(hint: Any, text: str) -> str:
             choices = list(map(str, typing.get_args(kind)))
             parts.append(f"one of {', '.join(choices)}{nearest(text, choices)}")
         else:
-            parts.append({int: "a whole number", float: "a number", type(None): "None"}[kind])
+            words = {int: "a whole number", float: "a number", bool: f"True or False{nearest(text, ('True', 'False'))}"}
+            parts.append((words | {type(None): "None"})[kind])
     return " or ".join(parts)
