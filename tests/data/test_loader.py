@@ -15,7 +15,7 @@ V, T, B = 1000, 8, 4
 def make_cache(documents=13, size=7):
     offsets = np.arange(documents + 1, dtype=np.int64) * size
     tokens = np.arange(documents * size).astype(np.uint16)
-    return TokenCache(tokens, offsets, 1, None, V, 0, "the train text of a test")
+    return TokenCache(tokens, offsets, 1, None, V, 0, "the train text of a test", "digest")
 
 
 CACHE = make_cache()  # 91 tokens: 12 windows of 8 at most

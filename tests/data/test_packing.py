@@ -15,7 +15,7 @@ def make_cache(lengths, dtype=np.uint16):
     """Documents of these lengths; every token of the stream has another id."""
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
     tokens = np.arange(100, 100 + offsets[-1]).astype(dtype)
-    return TokenCache(tokens, offsets, 1, None, 100 + len(tokens), PAD, "the text")
+    return TokenCache(tokens, offsets, 1, None, 100 + len(tokens), PAD, "the text", "digest")
 
 
 def pack(lengths, length, most):
@@ -109,7 +109,7 @@ def test_a_stream_of_ten_million_windows_needs_no_memory_a_window():
             return (at % 1000).astype(np.uint16)
 
     offsets = np.array([0, 5 * 10**9, 10**10], np.int64)
-    windows = Windows(TokenCache(Stream(), offsets, 1, None, 1000, PAD, "the text"), 1000, 1)
+    windows = Windows(TokenCache(Stream(), offsets, 1, None, 1000, PAD, "the text", "digest"), 1000, 1)
     assert len(windows) == 10**7
     batch = windows.batch([0, 5 * 10**6, 10**7 - 1])
     assert batch.tokens[:, 0].tolist() == [0, 0, 0] and batch.labels[2, -2:].tolist() == [999, -1]

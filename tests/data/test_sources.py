@@ -1,7 +1,6 @@
 """Documents: what is read, how it is split, and one clear sentence for everything that cannot be."""
 
 import gzip
-import itertools
 import json
 import sysconfig
 
@@ -20,8 +19,12 @@ def split(settings):
     """{part: {name: text}} of a config."""
     found = {}
     for part, document in split_documents(open_source(settings), settings):
-        found.setdefault(part, {})[document.name] = document.text
+        found.setdefault(part, {})[document.name] = text(document)
     return found
+
+
+def text(document):
+    return "".join(document.pieces())
 
 
 def write_lines(path, records):
@@ -36,7 +39,7 @@ def test_the_standard_library_is_read_without_its_tests_in_a_fixed_order():
     folders = {folder for name in documents for folder in name.split("/")[:-1]}
     assert not folders & {"test", "tests", "idle_test", "site-packages", "pydoc_data"}
     with open(sysconfig.get_path("stdlib") + "/os.py") as stream:
-        assert next(d for d in stdlib().documents() if d.name == "os.py").text == stream.read()
+        assert text(next(d for d in stdlib().documents() if d.name == "os.py")) == stream.read()
 
 
 def test_the_standard_library_is_split_by_file_the_same_way_every_time():
@@ -53,7 +56,7 @@ def test_a_library_file_in_another_encoding_is_read_and_an_unreadable_one_skippe
     (tmp_path / "latin.py").write_bytes("# coding: latin-1\nx = 'é'\n".encode("latin-1"))
     (tmp_path / "wrong.py").write_bytes("x = 'é'\n".encode("latin-1"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
-    texts = [document.text for document in stdlib().documents()]
+    texts = [text(document) for document in stdlib().documents()]
     assert texts == ["# coding: latin-1\nx = 'é'\n", ""]
 
 
@@ -112,18 +115,18 @@ def test_json_lines_are_documents_named_by_their_line(tmp_path, name):
     lines = b'{"text": "one"}\n\n{"text": "", "n": 1}\n{"n": 2, "text": "two\\n\\u00e9"}'
     (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
     documents = list(open_source(config(tmp_path / name)).documents())
-    assert [(d.name, d.text) for d in documents] == [(f"{name}:1", "one"), (f"{name}:4", "two\né")]
+    assert [(d.name, text(d)) for d in documents] == [(f"{name}:1", "one"), (f"{name}:4", "two\né")]
 
 
 def test_another_field_can_hold_the_text(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"body": "x", "text": 3}])
-    assert [d.text for d in open_source(config(path, text_field="body")).documents()] == ["x"]
+    assert [text(d) for d in open_source(config(path, text_field="body")).documents()] == ["x"]
 
 
 def test_documents_are_read_as_they_are_asked_for(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": broken')
-    assert next(open_source(config(path)).documents()).text == "fine"
+    assert text(next(open_source(config(path)).documents())) == "fine"
 
 
 def test_empty_files_among_others_are_passed_over(tmp_path):
@@ -181,6 +184,33 @@ def test_a_path_that_leads_nowhere(tmp_path, path, words):
     one_sentence(str(error.value), words)
 
 
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz", "a.jsonl"])
+def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch, name):
+    path = tmp_path / name
+    path.write_text("x")
+    source = open_source(config(path))
+    path.unlink()  # between two passes over the text
+    with pytest.raises(DataError) as error:
+        list(source.documents())
+    one_sentence(str(error.value), [str(path), "cannot be read", "No such file", "data.path"])
+
+    def failing(*_):
+        raise OSError(5, "Input/output error")  # without a name, as reads raise it
+
+    with pytest.raises(DataError) as error:
+        sources._read(str(path), failing)
+    one_sentence(str(error.value), [str(path), "cannot be read", "Input/output error"])
+
+
+def test_a_library_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
+    (tmp_path / "a.py").write_text("x = 1")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    documents = list(stdlib().documents())
+    (tmp_path / "a.py").unlink()
+    with pytest.raises(DataError, match=r"a.py cannot be read \(No such file"):
+        text(documents[0])
+
+
 @pytest.mark.parametrize(("fraction", "part"), [(1e-6, "validation"), (1 - 1e-6, "train")])
 def test_a_split_that_leaves_a_part_empty(tmp_path, fraction, part):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}] * 5)
@@ -197,4 +227,4 @@ def one_sentence(message, words):
 def test_a_document_can_be_read_twice(tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 5)
     document = next(open_source(config(tmp_path / "a.txt")).documents())
-    assert document.text == document.text == "".join(itertools.chain(document.pieces()))
+    assert text(document) == text(document) == "text\n" * 5

@@ -40,7 +40,7 @@ def texts(config):
     """{part: its documents' texts}."""
     found = {"train": [], "validation": []}
     for part, document in split_documents(open_source(config), config):
-        found[part].append(document.text)
+        found[part].append("".join(document.pieces()))
     return found
 
 
@@ -238,6 +238,37 @@ def test_a_full_disk_is_named_and_leaves_nothing(config, monkeypatch):
     with pytest.raises(DataError, match=r"cannot be written \(No space left on device\)"):
         prepare(config)
     assert not [path for path in (cache_root(config) / "tokens").iterdir() if path.is_dir()]
+
+
+def test_a_part_without_tokens_is_named(config):
+    class Mute(ByteTokenizer):
+        def encode(self, text):
+            return []
+
+    with pytest.raises(DataError, match=r"the train text of data.path=.* has no tokens"):
+        prepare(change(config, add_bos=False, add_eos=False), Mute())
+
+
+def test_a_cache_that_vanishes_is_named(config, monkeypatch):
+    monkeypatch.setattr(cache, "_load", lambda *_: None)
+    with pytest.raises(DataError, match=r"the cache .* was built but cannot be read; set data\.cache_dir"):
+        prepare(config)
+
+
+def test_the_digest_follows_tokens_and_documents_alone(config, tmp_path):
+    def digests(name, documents, **fields):
+        (tmp_path / name).write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+        settings = change(config, path=str(tmp_path / name), split="tail", validation_fraction=0.5, **fields)
+        corpus = prepare(settings)
+        assert prepare(settings).train.digest == corpus.train.digest  # as built, and as opened
+        return corpus.train.digest, corpus.validation.digest
+
+    plain = {"add_bos": False, "add_eos": False}
+    first = digests("a.jsonl", ["abcd", "efgh"], **plain)
+    assert digests("b.jsonl", ["abcd", "efgh"], **plain) == first
+    assert [len(set(pair)) for pair in zip(first, digests("c.jsonl", ["abxd", "efgh"], **plain), strict=True)] == [1, 2]
+    together = ["".join(parts) for parts in (("ab", "ef"), ("cd", "gh"))]
+    assert len({first[0], digests("d.jsonl", [together[0] * 2], **plain)[0]}) == 2  # the same tokens in one document
 
 
 def test_a_special_that_the_tokenizer_lacks_is_asked_for_in_vain(config):

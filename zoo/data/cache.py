@@ -6,8 +6,6 @@ second process leaves a part of one.
 """
 
 import contextlib
-import errno
-import fcntl
 import hashlib
 import json
 import os
@@ -25,6 +23,7 @@ import sentencepiece
 from jaxtyping import Int64, Integer
 
 from zoo.config import DataConfig
+from zoo.data.lock import locked
 from zoo.data.sources import DataError, Document, Source, open_source, split_documents
 from zoo.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
@@ -44,6 +43,7 @@ class TokenCache(NamedTuple):
         gzip_bytes: bytes of the same text after `gzip -9`; None for the training part.
         vocab_size, pad_id: of the tokenizer.
         label: how messages name the part.
+        digest: 16 hexadecimal digits that differ where tokens or offsets do.
     """
 
     tokens: Integer[np.ndarray, "N"]
@@ -53,6 +53,7 @@ class TokenCache(NamedTuple):
     vocab_size: int
     pad_id: int
     label: str
+    digest: str
 
 
 class Corpus(NamedTuple):
@@ -119,7 +120,11 @@ def _key(source: Source, config: DataConfig, fields: list[str], *more: str) -> s
 
 
 def _kept(place: pathlib.Path, load: Callable[[pathlib.Path], T | None], build: Callable[[pathlib.Path], None]) -> T:
-    """What `load` reads from `place`; where it is missing or damaged (None), it is built there first."""
+    """What `load` reads from `place`; where it is missing or damaged (None), it is built there first.
+
+    Raises:
+        DataError: it cannot be written, or not be read although it was.
+    """
     found = load(place)
     if found is not None:
         return found
@@ -128,21 +133,20 @@ def _kept(place: pathlib.Path, load: Callable[[pathlib.Path], T | None], build: 
         if found is None:
             _replace(place, build)
             found = load(place)
-    assert found is not None, f"{place} vanished while it was opened"
+    if found is None:
+        raise DataError(f"the cache {place} was built but cannot be read; set data.cache_dir to another folder")
     return found
 
 
 def _replace(place: pathlib.Path, build: Callable[[pathlib.Path], None]) -> None:
     draft = place.with_name(place.name + ".building")  # one a killed process has left is thrown away
     shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
     try:
+        draft.mkdir()
         build(draft)
         shutil.rmtree(place, ignore_errors=True)
         draft.rename(place)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT):
-            raise
+    except OSError as error:  # of the cache: those of the text are DataErrors
         raise _cannot_write(place, error) from None
     finally:
         shutil.rmtree(draft, ignore_errors=True)
@@ -150,19 +154,17 @@ def _replace(place: pathlib.Path, build: Callable[[pathlib.Path], None]) -> None
 
 @contextlib.contextmanager
 def _lock(place: pathlib.Path) -> Iterator[None]:
-    """Holds a lock that the system frees when its process ends, however it ends."""
-    path = place.with_name(place.name + ".lock")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        stream = path.open("w")
-    except OSError as error:
-        raise _cannot_write(place, error) from None
-    with stream:
+    """Lets one process at a time build what belongs at `place`; the others wait."""
+
+    def wait(holder: str) -> None:
+        print(f"waiting for {holder}, which builds {place}", file=sys.stderr, flush=True)
+
+    with contextlib.ExitStack() as stack:
         try:
-            fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            print(f"waiting for another process that builds {place}", file=sys.stderr, flush=True)
-            fcntl.flock(stream, fcntl.LOCK_EX)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(locked(place.with_name(place.name + ".lock"), wait))
+        except OSError as error:
+            raise _cannot_write(place, error) from None
         yield
 
 
@@ -205,6 +207,7 @@ class _Writer:
         # Only the validation text is compared with gzip, and compressing is slower than tokenizing.
         self._gzip = zlib.compressobj(9, wbits=31) if part == "validation" else None
         self._gzip_bytes = self._count = self._documents = self._text_bytes = 0
+        self._digest = hashlib.sha256()
 
     def add(self, text: str, tokens: list[int], first: bool) -> None:
         """Appends a piece of a document, the `first` of a new one or a further one of the last."""
@@ -228,7 +231,7 @@ class _Writer:
             os.fsync(stream.fileno())
             stream.close()
         size = self._gzip_bytes + len(self._gzip.flush()) if self._gzip else None
-        counts = {"tokens": self._count, "documents": self._documents}
+        counts = {"tokens": self._count, "documents": self._documents, "digest": self._digest.hexdigest()[:16]}
         return counts | {"text_bytes": self._text_bytes, "gzip_bytes": size}
 
     def _finish_document(self) -> None:
@@ -236,11 +239,15 @@ class _Writer:
             self._write(self._end)
 
     def _write_offset(self) -> None:
-        self._offsets.write(np.int64(self._count).tobytes())
+        self._put(self._offsets, np.int64(self._count).tobytes())
 
     def _write(self, tokens: list[int]) -> None:
-        self._tokens.write(np.asarray(tokens, self._dtype).tobytes())
+        self._put(self._tokens, np.asarray(tokens, self._dtype).tobytes())
         self._count += len(tokens)
+
+    def _put(self, stream: BinaryIO, data: bytes) -> None:
+        stream.write(data)
+        self._digest.update(data)
 
 
 def _dtype(vocab_size: int) -> np.dtype:
@@ -256,8 +263,11 @@ def _build(folder: pathlib.Path, source: Source, config: DataConfig, tokenizer: 
                 writers[part].add(text, tokens, first)
                 advance(text)
     meta = {part: writer.close() for part, writer in writers.items()}
+    for part, counts in meta.items():
+        if not counts["tokens"]:
+            raise DataError(f"the {part} text of {source.label} has no tokens; give more text or another data.split")
     meta |= {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "source": source.label}
-    (folder / "meta.json").write_text(json.dumps(meta, indent=1))
+    (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
 def _batches(parts: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, bool, str]]]:
@@ -278,7 +288,7 @@ def _batches(parts: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, 
 def _load(place: pathlib.Path, label: str) -> tuple[TokenCache, TokenCache] | None:
     """The two parts of a cache; None where it is missing or its files are not as long as they should be."""
     try:
-        meta = json.loads((place / "meta.json").read_text())
+        meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
         return _map(place, "train", meta, label), _map(place, "validation", meta, label)
     except (OSError, ValueError, KeyError, TypeError):
         return None
@@ -291,4 +301,5 @@ def _map(place: pathlib.Path, part: str, meta: dict[str, Any], label: str) -> To
     if len(tokens) != counts["tokens"] or len(offsets) != counts["documents"] + 1 or offsets[-1] != len(tokens):
         raise ValueError(f"{place} is damaged")
     sizes = counts["text_bytes"], counts["gzip_bytes"]
-    return TokenCache(tokens, offsets, *sizes, meta["vocab_size"], meta["pad_id"], f"the {part} text of {label}")
+    kind = meta["vocab_size"], meta["pad_id"]
+    return TokenCache(tokens, offsets, *sizes, *kind, f"the {part} text of {label}", counts["digest"])

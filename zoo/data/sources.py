@@ -5,10 +5,12 @@ a piece (for JSON lines: by a line) however long the text is.
 """
 
 import codecs
+import contextlib
 import functools
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
@@ -44,11 +46,6 @@ class Document:
 
     name: str
     pieces: Callable[[], Iterator[str]]
-
-    @property
-    def text(self) -> str:
-        """The whole text, at once."""
-        return "".join(self.pieces())
 
 
 @dataclass(frozen=True)
@@ -104,7 +101,7 @@ def _python_files(root: str) -> Iterator[str]:
 
 def _read_python(path: str) -> Iterator[str]:
     try:
-        with tokenize.open(path) as stream:  # a few files declare another encoding than UTF-8
+        with _readable(path), tokenize.open(path) as stream:  # a few files declare another encoding than UTF-8
             text = stream.read()
     except (SyntaxError, UnicodeDecodeError):
         return  # written in another encoding than it declares: Python cannot read it either
@@ -114,7 +111,8 @@ def _read_python(path: str) -> Iterator[str]:
 def _text_files(path: str, text_field: str) -> Source:
     label = f"data.path={path!r}"
     paths, root = _find(os.path.expanduser(path), label)
-    stats = [os.stat(p) for p in paths]
+    with _readable(path):
+        stats = [os.stat(p) for p in paths]
     if not any(s.st_size for s in stats):
         raise DataError(f"{label} is empty; give a file with text in it")
 
@@ -157,7 +155,8 @@ def read_pieces(path: str) -> Iterator[str]:
     Line ends stay as they are; a byte order mark is dropped.
 
     Raises:
-        DataError: a byte that is no UTF-8 (with its offset), a binary file, or a corrupt gzip file.
+        DataError: a file that cannot be read, a byte that is no UTF-8 (with its offset), a binary file, or a
+            corrupt gzip file.
     """
     rest = ""
     for text in _decode(path):
@@ -188,26 +187,37 @@ def _decode(path: str) -> Iterator[str]:
 
 def _blocks(path: str) -> Iterator[bytes]:
     with _open(path) as stream:
-        while block := _guard(path, stream.read, PIECE_BYTES):
+        while block := _read(path, stream.read, PIECE_BYTES):
             yield block
 
 
-def _open(path: str):
-    return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
+def _open(path: str) -> gzip.GzipFile | io.BufferedReader:
+    with _readable(path):
+        return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
-def _guard(path: str, read: Callable[..., bytes], *args: int) -> bytes:
-    try:
+def _read(path: str, read: Callable[..., bytes], *args: int) -> bytes:
+    with _readable(path):
         return read(*args)
+
+
+@contextlib.contextmanager
+def _readable(path: str) -> Iterator[None]:
+    """Says of what goes wrong inside that `path` is the reason."""
+    try:
+        yield
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a whole gzip file ({error}); make or fetch it again") from None
+    except OSError as error:
+        name, reason = error.filename or path, error.strerror or error
+        raise DataError(f"{name} cannot be read ({reason}); make it readable, or give another data.path") from None
 
 
 def _json_documents(path: str, name: str, text_field: str) -> Iterator[Document]:
     offset = 0
     with _open(path) as stream:
         for number in itertools.count(1):
-            line = _guard(path, stream.readline)
+            line = _read(path, stream.readline)
             if not line:
                 return
             text = _json_text(line, f"{path}, line {number}", offset, text_field)

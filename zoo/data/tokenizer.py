@@ -19,7 +19,7 @@ from zoo.data.sources import DataError, Document
 
 # Beyond this, more text changes the pieces of a small vocabulary no more (2.97 bytes per token on the
 # standard library from 4 MB, 3.00 from 12 MB).
-SAMPLE_BYTES = 16 << 20
+SAMPLE_CHARACTERS = 16 << 20
 
 _REPLACEMENT = "\ufffd".encode()
 _SPACE = "\u2581"  # SentencePiece's own sign for a space
@@ -277,7 +277,7 @@ def make_tokenizer(config: DataConfig, documents: Iterable[Document]) -> Tokeniz
     return train_sentencepiece(sample(documents), config.vocab_size)
 
 
-def sample(documents: Iterable[Document], limit: int = SAMPLE_BYTES) -> list[str]:
+def sample(documents: Iterable[Document], limit: int = SAMPLE_CHARACTERS) -> list[str]:
     """Pieces of the text, about `limit` characters, always the same: those with the lowest hashes, in order."""
     kept: list[tuple[int, int, str]] = []
     total = 0
