@@ -212,11 +212,17 @@ def test_a_renamed_checkpoint(copy, mesh):
     assert step == 1 and "00000005 was saved as step 2; falling back" in said[0]
 
 
-def test_one_step_on_request(two, mesh):
-    state = abstract(make_state(1), mesh)
-    assert Checkpoints(two).restore(state, step=1)[0] == 1
-    with pytest.raises(CheckpointError, match="has no checkpoint of step 3; it has 1, 2"):
-        Checkpoints(two).restore(state, step=3)
+def test_a_foreign_checkpoint(two, mesh):
+    """The caller knows by its meta; a question that fails is an answer too."""
+    state, said = make_state(1), []
+    checkpoints = Checkpoints(two, say=said.append)
+    foreign = lambda meta: "another run" if meta["step"] == 2 else None  # noqa: E731
+    assert checkpoints.restore(abstract(state, mesh), foreign)[0] == 1
+    assert "00000002 belongs to another run; falling back" in said[0]
+    with pytest.raises(CheckpointError, match=r"step 2 belongs to x; step 1 belongs to x; .* choose another run"):
+        checkpoints.restore_params(state.params, lambda meta: "x")
+    with pytest.raises(CheckpointError, match=r"step 2 cannot be read \(KeyError: 'text'"):
+        checkpoints.restore(abstract(state, mesh), lambda meta: meta["text"])
 
 
 def test_parameters_alone(copy, mesh):
@@ -256,12 +262,17 @@ def test_a_bad_checkpoint_makes_way_and_stays(copy, mesh):
     assert restored(copy, make_state(2), mesh)[0][0] == 2
 
 
-def test_going_back_moves_the_future_aside(copy, mesh):
+def test_what_was_restored_is_not_saved_again(copy, mesh):
     said = []
     checkpoints = Checkpoints(copy, say=said.append)
-    checkpoints.restore(abstract(make_state(1), mesh), step=1)
-    checkpoints.save(1, make_state(1, mesh), {})  # restored, so there is nothing to save
+    checkpoints.restore(abstract(make_state(2), mesh))
+    checkpoints.save(2, make_state(2, mesh), {})
     assert said == [] and checkpoints.steps() == [1, 2]
+
+
+def test_beginning_again_moves_the_future_aside(copy, mesh):
+    said = []
+    checkpoints = Checkpoints(copy, say=said.append)
     (copy / "00000002.aside").mkdir()
     checkpoints.save(2, make_state(3, mesh), {}, wait=True)
     assert checkpoints.steps() == [1, 2]

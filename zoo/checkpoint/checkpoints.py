@@ -23,11 +23,16 @@ from zoo.checkpoint import leaves as on_device
 from zoo.checkpoint.manifest import Unusable, compare, compare_checksums, manifest, opened
 from zoo.parallel.distributed import agree, barrier
 
-# Orbax reports every step of a save and a traceback for every failure; what matters, `Checkpoints` raises or says.
-logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
-
 _TEMPORARY = ".orbax-checkpoint-tmp"
 _DELETED = ".deleted"
+
+Foreign = Callable[[dict[str, Any]], str | None]
+Found = tuple[int, Any, dict[str, Any]]
+
+
+def _not_of_orbax(record: logging.LogRecord) -> bool:
+    """Orbax logs every step of a save and a traceback for every failure; what matters, `Checkpoints` raises or says."""
+    return "orbax" not in record.pathname
 
 
 class CheckpointError(OSError):
@@ -51,6 +56,8 @@ class Checkpoints:
         keep_every: int | None = None,
         say: Callable[[str], Any] = warnings.warn,
     ):
+        # The logger keeps one filter however often it is added.
+        logging.getLogger("absl").addFilter(_not_of_orbax)
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last, self._keep_every, self._say = keep_last, keep_every, say
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -121,42 +128,37 @@ class Checkpoints:
         finally:
             self._orbax.close()
 
-    def restore(self, abstract_state: Any, step: int | None = None) -> tuple[int, Any, dict[str, Any]] | None:
+    def restore(self, abstract_state: Any, foreign: Foreign = lambda meta: None) -> Found | None:
         """(step, state, meta) of the newest good checkpoint, or None where there is no checkpoint.
 
-        One that is unreadable, damaged or of another model is passed over, and `say` told why.
+        One that is unreadable, damaged, foreign or of another model is passed over, and `say` told why.
 
         Args:
             abstract_state: the tree to restore: shapes, dtypes and the shardings wanted now, which may be of
                 another mesh or number of devices than those of the save. Leaves without a sharding go to one device.
-            step: only this checkpoint will do.
+            foreign: from the meta of a checkpoint, what else it belongs to ("another experiment"), None where it
+                belongs here.
 
         Raises:
-            CheckpointError: where there are checkpoints but none is good, or `step` has no good one.
+            CheckpointError: where there are checkpoints but none is good.
         """
-        return self._newest_good(abstract_state, step, within="")
+        return self._newest_good(abstract_state, foreign, within="")
 
-    def restore_params(
-        self, abstract_params: Any, step: int | None = None, within: str = "params"
-    ) -> tuple[int, Any, dict[str, Any]] | None:
-        """As `restore`, but reads and verifies only the part of the state under the key `within`."""
-        return self._newest_good(abstract_params, step, within=within + "/")
+    def restore_params(self, abstract_params: Any, foreign: Foreign = lambda meta: None) -> Found | None:
+        """As `restore`, but reads and verifies only the part of the state under the key "params"."""
+        return self._newest_good(abstract_params, foreign, within="params/")
 
-    def _newest_good(self, abstract: Any, step: int | None, within: str) -> tuple[int, Any, dict[str, Any]] | None:
+    def _newest_good(self, abstract: Any, foreign: Foreign, within: str) -> Found | None:
         self.wait()
-        steps = self.steps()
-        if step is not None and step not in steps:
-            have = ", ".join(map(str, steps)) or "none"
-            raise CheckpointError(f"{self.directory} has no checkpoint of step {step}; it has {have}")
-        candidates = [step] if step is not None else steps[::-1]
+        candidates = self.steps()[::-1]
         problems = []
-        for candidate in candidates:
-            state, meta, problem = self._attempt(candidate, abstract, within)
+        for step in candidates:
+            state, meta, problem = self._attempt(step, abstract, foreign, within)
             if problem is None:
-                self._good = candidate
-                return candidate, state, meta
-            problems.append(f"step {candidate} {problem}")
-            self._pass_over(candidate, problem, last=candidate == candidates[-1])
+                self._good = step
+                return step, state, meta
+            problems.append(f"step {step} {problem}")
+            self._pass_over(step, problem, last=step == candidates[-1])
         if problems:
             raise CheckpointError(
                 f"no checkpoint in {self.directory} can be used: {'; '.join(problems)}; restore a copy of them, "
@@ -169,12 +171,14 @@ class Checkpoints:
         if not last:
             self._say(f"checkpoint {self._path(step)} {problem}; falling back to the one before it")
 
-    def _attempt(self, step: int, abstract: Any, within: str) -> tuple[Any, dict[str, Any], str | None]:
+    def _attempt(
+        self, step: int, abstract: Any, foreign: Foreign, within: str
+    ) -> tuple[Any, dict[str, Any], str | None]:
         """(state, meta, None), or the problem last; every process comes to the same verdict."""
         state, meta, problem = None, {}, None
         try:
             with _no_echoes():
-                state, meta = self._read(step, abstract, within)
+                state, meta = self._read(step, abstract, foreign, within)
         except Unusable as error:
             problem = str(error)
         except Exception as error:  # whatever damaged files make Orbax, TensorStore or a decoder raise
@@ -183,9 +187,11 @@ class Checkpoints:
             problem = problem or "cannot be read by another process"
         return state, meta, problem
 
-    def _read(self, step: int, abstract: Any, within: str) -> tuple[Any, dict[str, Any]]:
+    def _read(self, step: int, abstract: Any, foreign: Foreign, within: str) -> tuple[Any, dict[str, Any]]:
         document = self._orbax.restore(self._path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
         body = opened(document, step)
+        if (other := foreign(body["meta"])) is not None:
+            raise Unusable(f"belongs to {other}")
         wanted = {within + name: on_device.placed(leaf) for name, leaf in on_device.by_path(abstract).items()}
         saved = {name: leaf for name, leaf in body["leaves"].items() if name.startswith(within)}
         compare(saved, wanted)
