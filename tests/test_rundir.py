@@ -21,8 +21,8 @@ def experiment(path, **parts):
     return Experiment(name="x", model=model, train=train, **parts)
 
 
-def record(settings, tokenizer=TOKENIZER, tokens=(100, 10)):
-    return Record(settings, tokenizer.vocab_size, tokenizer.fingerprint, tokens)
+def record(settings, tokenizer=TOKENIZER, tokens=(100, 10), text=("a1", "b2")):
+    return Record(settings, tokenizer.vocab_size, tokenizer.fingerprint, tokens, text)
 
 
 @pytest.fixture
@@ -30,7 +30,8 @@ def run(tmp_path):
     """A run directory as it is after its first step."""
     settings = experiment(tmp_path / "run")
     directory = open_run(settings)
-    directory.begin(record(settings), TOKENIZER)
+    with directory.held():
+        directory.begin(record(settings), TOKENIZER)
     return directory
 
 
@@ -38,8 +39,9 @@ def test_a_new_directory_is_made_by_begin_only(tmp_path):
     settings = experiment(tmp_path / "deep" / "run", model={"moe": SparseConfig(n_experts=4)})
     run = open_run(settings)
     assert not run.path.exists() and run.record() is None and run.open_tokenizer() is None
-    run.begin(record(settings), TOKENIZER)
-    assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "tokenizer"]
+    with run.held():
+        run.begin(record(settings), TOKENIZER)
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "lock", "tokenizer"]
     assert run.record() == record(settings)
     assert run.open_tokenizer().fingerprint == TOKENIZER.fingerprint
 
@@ -68,6 +70,36 @@ def test_another_experiment_is_refused_by_the_fields_that_differ(run, change, wo
     assert words in str(error.value) and "remat" not in str(error.value) and "\n" not in str(error.value)
 
 
+def test_a_directory_that_cannot_be_made_is_named_with_the_reason(tmp_path):
+    (tmp_path / "file").write_text("")
+    settings = experiment(tmp_path / "file" / "run")
+    run = RunDir(tmp_path / "file" / "run")
+    with pytest.raises(RunError, match=r"file/run cannot be written \(Not a directory\); .* another --train.dir"):
+        run.held().__enter__()
+    with pytest.raises(RunError, match=r"file/run/config.json cannot be written \(Not a directory\)"):
+        run.begin(record(settings), TOKENIZER)
+
+
+def test_a_full_disk_leaves_the_old_config_whole(run):
+    before = run.config.read_bytes()
+    (run.path / "config.json.new").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"config.json cannot be written \(No space left on device\)"):
+        run.begin(record(run.record().experiment), TOKENIZER)
+    assert run.config.read_bytes() == before
+    assert sorted(p.name for p in run.path.iterdir()) == ["config.json", "lock", "tokenizer"]
+
+
+def test_a_directory_is_held_by_one(tmp_path):
+    """Also one that holds nothing but the lock: a kill may leave that."""
+    run = open_run(experiment(tmp_path / "run"))
+    with run.held():
+        other = open_run(experiment(tmp_path / "run"))
+        with pytest.raises(RunError, match=r"^process \d+ on .* is training in .*run; wait"):
+            other.held().__enter__()
+    with open_run(experiment(tmp_path / "run")).held():
+        pass
+
+
 def test_a_directory_with_something_else_is_refused_and_untouched(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(RunError, match=r"is not a run but holds thesis.tex; choose another --train.dir"):
@@ -86,7 +118,9 @@ def test_a_kill_while_the_directory_is_made_is_no_obstacle(tmp_path, monkeypatch
     settings = experiment(tmp_path / "run")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(when, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
-        open_run(settings).begin(record(settings), TOKENIZER)
+        run = open_run(settings)
+        with run.held():
+            run.begin(record(settings), TOKENIZER)
     run = open_run(settings)
     run.begin(record(settings), TOKENIZER)
     assert run.record() == record(settings) and run.open_tokenizer() is not None
@@ -95,10 +129,17 @@ def test_a_kill_while_the_directory_is_made_is_no_obstacle(tmp_path, monkeypatch
 def test_another_tokenizer_or_text_is_refused(run):
     settings = run.record().experiment
     other = CharacterTokenizer("ab")
-    with pytest.raises(RunError, match=r"trained with another tokenizer .*259 ids; now .* 6 ids"):
+    with pytest.raises(RunError, match=r"holds a run with another tokenizer .*259 ids there and .* 6 ids here"):
         run.begin(record(settings, other), other)
-    with pytest.raises(RunError, match=r"the text has changed .*100 training .* 101 training"):
+    with pytest.raises(RunError, match=r"holds a run on another text .*100 training .* 101 training"):
         run.begin(record(settings, tokens=(101, 10)), TOKENIZER)
+    with pytest.raises(RunError, match=r"holds a run on another text \(of as many tokens, but not the same ones\)"):
+        run.begin(record(settings, text=("a1", "b3")), TOKENIZER)
+    with pytest.raises(
+        RunError, match=r"holds another experiment \(train.seed is 0 there and 7 here\); bring that back"
+    ):
+        run.begin(record(experiment(run.path, train={"seed": 7})), TOKENIZER)
+    assert run.record() == record(settings)
 
 
 @pytest.mark.parametrize("text", ["", "{}", "[1]", '{"experiment": {"nam": "x"}}'])
@@ -111,11 +152,11 @@ def test_a_damaged_config_is_named(run, text):
 # --------------------------------------------------------------------------------------------- load
 
 
-def save(run, step):
+def save(run, step, meta=None):
     model = build(with_vocabulary(run.record().experiment, 259).model)
     params = model.init(jax.random.key(step), jnp.zeros((1, 1), jnp.int32))["params"]
-    checkpoints = Checkpoints(run.checkpoints)
-    checkpoints.save(step, {"step": jnp.asarray(step), "params": params}, {}, wait=True)
+    checkpoints = Checkpoints(run.checkpoints, keep_last=9)
+    checkpoints.save(step, {"step": jnp.asarray(step), "params": params}, meta or run.record().values(), wait=True)
     checkpoints.close()
     return params
 
@@ -130,6 +171,20 @@ def test_load_gives_the_newest_parameters_on_one_device(run):
     assert got.config.model == got.model.config and got.config.model.vocab_size == 259
     logits = got.model.apply({"params": got.params}, jnp.zeros((1, 4), jnp.int32)).logits
     assert logits.shape == (1, 4, 259)
+
+
+def test_load_refuses_checkpoints_of_another_run(run, capsys):
+    settings = run.record().experiment
+    want = save(run, 1)
+    save(run, 2, record(settings, CharacterTokenizer("ab")).values())
+    save(run, 3, {"tokenizer": TOKENIZER.fingerprint})
+    save(run, 4, record(experiment(run.path, data=DataConfig(vocab_size=99))).values())
+    got = load(run.path)
+    said = capsys.readouterr().err
+    assert "00000002 belongs to a run with another tokenizer" in said
+    assert "00000003 belongs to a run that this program does not know (KeyError('experiment'))" in said
+    assert "00000004 belongs to another experiment (data.vocab_size is 99 there and 2048 here)" in said
+    jax.tree.map(np.testing.assert_array_equal, got.params, want)
 
 
 def test_load_says_what_is_missing(tmp_path, run):

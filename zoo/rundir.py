@@ -7,12 +7,15 @@ metrics.jsonl   one JSON object a line
 events/         the same for TensorBoard
 samples/        text that the model wrote on the way
 loss.png, experts.png
+lock            held while a process trains here, and names it
 """
 
 import json
 import os
+import shutil
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +24,8 @@ import jax
 
 from zoo.checkpoint import Checkpoints
 from zoo.config import Experiment, from_dict, to_dict
+from zoo.data.cache import Corpus
+from zoo.data.lock import locked
 from zoo.data.tokenizer import Tokenizer, load_tokenizer
 from zoo.layers.logical import is_spec
 from zoo.models.decoder import Decoder, build
@@ -29,23 +34,110 @@ _DRAFT = ".new"  # ends the name of what is written beside its place and moved t
 
 
 class RunError(ValueError):
-    """A directory that is not the run it should be; the message says what to do."""
+    """A directory that is not the run it should be, or cannot be written; the message says what to do."""
 
 
 class Record(NamedTuple):
-    """What config.json holds.
+    """What makes a run this one: config.json holds it, and so does every checkpoint.
 
     Attributes:
         experiment: as it was asked for when the run was last started.
         vocab_size: of the model.
         tokenizer: fingerprint.
         tokens: of the training and of the validation text.
+        text: digests of both.
     """
 
     experiment: Experiment
     vocab_size: int
     tokenizer: str
     tokens: tuple[int, int]
+    text: tuple[str, str]
+
+    def values(self) -> dict[str, Any]:
+        """For JSON."""
+        return self._asdict() | {"experiment": to_dict(self.experiment)}
+
+    def foreign(self, values: dict[str, Any]) -> str | None:
+        """From the `values` of a record, what it belongs to instead of this run; None where it belongs to it."""
+        try:
+            return difference(_read_record(values), self)
+        except (ValueError, KeyError, TypeError) as error:
+            return f"a run that this program does not know ({error!r})"
+
+
+def make_record(experiment: Experiment, corpus: Corpus) -> Record:
+    """The record of a run of `experiment` on its text."""
+    parts, tokenizer = (corpus.train, corpus.validation), corpus.tokenizer
+    vocab_size = experiment.model.vocab_size or tokenizer.vocab_size
+    tokens, text = tuple(len(part.tokens) for part in parts), tuple(part.digest for part in parts)
+    return Record(experiment, vocab_size, tokenizer.fingerprint, tokens, text)
+
+
+def _read_record(values: dict[str, Any]) -> Record:
+    """Raises ValueError, KeyError or TypeError where these are not the values of a record."""
+    experiment = from_dict(Experiment, values["experiment"])
+    tokens, text = tuple(values["tokens"]), tuple(values["text"])
+    return Record(experiment, values["vocab_size"], values["tokenizer"], tokens, text)
+
+
+def difference(there: Record, here: Record) -> str | None:
+    """What `there` is, seen from `here`: another experiment, tokenizer or text; None where it is the same run."""
+    if there.experiment.identity() != here.experiment.identity():
+        return another_experiment(there.experiment, here.experiment)
+    if there.tokenizer != here.tokenizer:
+        then, now = (f"{r.tokenizer} of {r.vocab_size} ids" for r in (there, here))
+        return f"a run with another tokenizer ({then} there and {now} here)"
+    if there.tokens != here.tokens:
+        then, now = (f"{r.tokens[0]:,} training and {r.tokens[1]:,} validation tokens" for r in (there, here))
+        return f"a run on another text ({then} there, {now} here)"
+    if there.text != here.text:
+        return "a run on another text (of as many tokens, but not the same ones)"
+    return None
+
+
+def another_experiment(there: Experiment, here: Experiment) -> str:
+    """`another experiment (model.d_model is 128 there and 256 here)`, of all fields that differ."""
+    old, new = there.identity(), here.identity()
+    differences = (
+        f"{name} is {old.get(name, 'unset')!r} there and {new.get(name, 'unset')!r} here"
+        for name in sorted(old | new)
+        if old.get(name) != new.get(name)
+    )
+    return f"another experiment ({'; '.join(differences)})"
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turns what the system refuses inside, such as a full disk, into one sentence about `path`.
+
+    Raises:
+        RunError: instead of an OSError.
+    """
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or error
+        raise RunError(
+            f"{path} cannot be written ({reason}); put that right, then the same command goes on from the last "
+            "checkpoint, or choose another --train.dir"
+        ) from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """A place to write a file to, which becomes `path` at the end: a kill or a full disk leaves no half of one.
+
+    Raises:
+        RunError: it cannot be written; what was there before still is.
+    """
+    draft = path.with_name(path.name + _DRAFT)
+    with writing(path):
+        try:
+            yield draft
+            os.replace(draft, path)
+        finally:
+            draft.unlink(missing_ok=True)
 
 
 class Run(NamedTuple):
@@ -71,6 +163,7 @@ class RunDir:
     samples = property(lambda self: self.path / "samples")
     loss = property(lambda self: self.path / "loss.png")
     experts = property(lambda self: self.path / "experts.png")
+    lock = property(lambda self: self.path / "lock")
 
     def record(self) -> Record | None:
         """What config.json says; None where there is none.
@@ -81,9 +174,7 @@ class RunDir:
         if not self.config.exists():
             return None
         try:
-            values = json.loads(self.config.read_text())
-            experiment = from_dict(Experiment, values["experiment"])
-            return Record(experiment, values["vocab_size"], values["tokenizer"], tuple(values["tokens"]))
+            return _read_record(json.loads(self.config.read_text(encoding="utf-8")))
         except (ValueError, KeyError, TypeError) as error:
             raise RunError(
                 f"{self.config} does not describe a run ({error}); restore it or choose another directory"
@@ -93,38 +184,43 @@ class RunDir:
         """The run's tokenizer; None before it has one. Raises DataError where its files are damaged."""
         return load_tokenizer(self.tokenizer) if self.tokenizer.exists() else None
 
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Makes the directory where there is none, and keeps every other process from training in it.
+
+        Raises:
+            RunError: another process trains there, or the directory cannot be made.
+        """
+
+        def busy(holder: str) -> None:
+            raise RunError(f"{holder} is training in {self.path}; wait for its end, or choose another --train.dir")
+
+        with ExitStack() as stack:
+            with writing(self.path):
+                self.path.mkdir(parents=True, exist_ok=True)
+                stack.enter_context(locked(self.lock, busy))
+            yield
+
     def begin(self, record: Record, tokenizer: Tokenizer) -> None:
-        """Writes config.json and the tokenizer, or checks them where an earlier start has.
+        """Writes config.json and the tokenizer, or checks them where an earlier start has; within `held`.
 
         config.json comes first, so that a directory in which a kill left anything at all is known as a run's.
 
         Raises:
-            RunError: the tokenizer or the text is not the one that the run began with.
+            RunError: the experiment, the tokenizer or the text is not the one that the run began with, or the
+                files cannot be written.
         """
         known = self.record()
-        if known is not None:
-            _check_same(self.path, known, record)
-        self.path.mkdir(parents=True, exist_ok=True)
-        values = record._asdict() | {"experiment": to_dict(record.experiment)}
-        draft = self.config.with_name(self.config.name + _DRAFT)
-        draft.write_text(json.dumps(values, indent=1) + "\n")
-        os.replace(draft, self.config)
+        if known is not None and (other := difference(known, record)) is not None:
+            raise RunError(f"{self.path} holds {other}; bring that back, or choose another --train.dir")
+        with replacing(self.config) as draft:
+            draft.write_text(json.dumps(record.values(), indent=1) + "\n", encoding="utf-8")
         if not self.tokenizer.exists():
             draft = self.tokenizer.with_name(self.tokenizer.name + _DRAFT)
-            tokenizer.save(draft)
-            draft.rename(self.tokenizer)
-
-
-def _check_same(path: Path, known: Record, record: Record) -> None:
-    advice = "choose another --train.dir"
-    if known.tokenizer != record.tokenizer:
-        raise RunError(
-            f"{path} was trained with another tokenizer ({known.tokenizer}, {known.vocab_size} ids; now "
-            f"{record.tokenizer}, {record.vocab_size} ids); bring the old one back, or {advice}"
-        )
-    if known.tokens != record.tokens:
-        then, now = (f"{t[0]:,} training and {t[1]:,} validation tokens" for t in (known.tokens, record.tokens))
-        raise RunError(f"the text has changed since {path} began: {then} then, {now} now; bring it back, or {advice}")
+            with writing(self.tokenizer):
+                shutil.rmtree(draft, ignore_errors=True)
+                tokenizer.save(draft)
+                draft.rename(self.tokenizer)
 
 
 def open_run(experiment: Experiment) -> RunDir:
@@ -138,38 +234,14 @@ def open_run(experiment: Experiment) -> RunDir:
         raise RunError(f"train.dir={str(run.path)!r} is a file; choose another --train.dir")
     record = run.record()
     if record is None:
-        strange = sorted(p.name for p in run.path.iterdir() if p.suffix != _DRAFT) if run.path.exists() else []
+        found = run.path.iterdir() if run.path.exists() else ()
+        strange = sorted(p.name for p in found if p.suffix != _DRAFT and p != run.lock)
         if strange:
             raise RunError(f"{run.path} is not a run but holds {strange[0]}; choose another --train.dir")
     elif record.experiment.identity() != experiment.identity():
-        differences = "; ".join(_differences(record.experiment, experiment))
-        raise RunError(f"{run.path} holds another experiment ({differences}); choose another --train.dir")
+        other = another_experiment(record.experiment, experiment)
+        raise RunError(f"{run.path} holds {other}; choose another --train.dir")
     return run
-
-
-def _differences(there: Experiment, here: Experiment) -> Iterator[str]:
-    """`model.d_model is 128 there and 256 here` for every field of the identity that differs."""
-    old, new = _identity_fields(there), _identity_fields(here)
-    for name in sorted(old | new):
-        if old.get(name) != new.get(name):
-            yield f"{name} is {old.get(name, 'unset')!r} there and {new.get(name, 'unset')!r} here"
-
-
-def _identity_fields(experiment: Experiment) -> dict[str, Any]:
-    fields = {}
-    for part in ("model", "data", "optimizer"):
-        section = getattr(experiment, part)
-        free = {f"{part}.{name}" for name in getattr(section, "speed_fields", ())}
-        fields |= {name: value for name, value in _flat(to_dict(section), part) if name not in free}
-    return fields | {f"train.{name}": getattr(experiment.train, name) for name in ("batch_size", "seed")}
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
-    else:
-        yield name, value
 
 
 def with_vocabulary(experiment: Experiment, vocab_size: int) -> Experiment:
@@ -201,14 +273,14 @@ def load(directory: str | os.PathLike[str]) -> Run:
         )
     config = with_vocabulary(record.experiment, record.vocab_size)
     model = build(config.model)
-    return Run(model, _restore_params(run, model), tokenizer, config)
+    return Run(model, _restore_params(run, model, record), tokenizer, config)
 
 
-def _restore_params(run: RunDir, model: Decoder) -> Any:
+def _restore_params(run: RunDir, model: Decoder, record: Record) -> Any:
     shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), model.abstract_params(), is_leaf=is_spec)
     checkpoints = Checkpoints(run.checkpoints, say=lambda text: print(text, file=sys.stderr))
     try:
-        found = checkpoints.restore_params(shapes)
+        found = checkpoints.restore_params(shapes, record.foreign)
     finally:
         checkpoints.close()
     if found is None:

@@ -13,26 +13,20 @@ import numpy as np
 import pytest
 
 from tests.train.records import assert_equal_runs, numbers
-from zoo.config import (
-    ConfigError,
-    DataConfig,
-    DenseConfig,
-    Experiment,
-    ModelConfig,
-    OptimizerConfig,
-    TrainConfig,
-)
+from zoo.checkpoint import CheckpointError
+from zoo.config import ConfigError, DataConfig, DenseConfig, Experiment, ModelConfig, OptimizerConfig, TrainConfig
 from zoo.data.sources import DataError
-from zoo.rundir import RunDir, load
+from zoo.rundir import RunDir, RunError, load
 from zoo.train import loop
 from zoo.train.evaluate import evaluate
 from zoo.train.loop import TrainingError, train
-from zoo.train.metrics import read_rows
+from zoo.train.metrics import MetricsFile, read_rows
 from zoo.train.parts import assemble
 from zoo.train.state import TrainState
 from zoo.train.step import make_eval_step
 
 STEPS, SAVE_EVERY = 12, 4
+pytestmark = pytest.mark.xdist_group("loop")  # one worker, so that the undisturbed run is made once
 
 
 @pytest.fixture(scope="module")
@@ -67,9 +61,10 @@ def test_a_run_leaves_everything_in_its_directory(whole):
     assert (whole.step, whole.signal) == (STEPS, None)
     names = {p.name for p in whole.directory.iterdir()}
     assert names == {
-        *("config.json", "tokenizer", "checkpoints", "metrics.jsonl", "events", "samples", "loss.png", "experts.png")
+        *("config.json", "tokenizer", "checkpoints", "metrics.jsonl", "events", "samples", "loss.png", "experts.png"),
+        "lock",
     }
-    assert (whole.directory / f"samples/step_{STEPS}.txt").read_text().startswith("tree ")
+    assert (whole.directory / f"samples/step_{STEPS}.txt").read_text(encoding="utf-8").startswith("tree ")
     assert [int(p.name) for p in sorted((whole.directory / "checkpoints").iterdir())] == [4, 8, 12]
 
 
@@ -151,7 +146,7 @@ def test_updates_that_are_not_finite_stop_the_run_with_its_state_saved(folder):
         TrainingError, match=r"train.max_bad_steps=3 updates in a row, the last of them step \d+"
     ) as error:
         train(experiment)
-    assert "lower the learning rate" in str(error.value)
+    assert str(error.value).endswith("train again with less than optimizer.learning_rate=1e+30, in another --train.dir")
     rows = read_rows(RunDir(folder / "diverged").metrics)
     assert rows[-1]["train/loss"] is None or rows[-1]["skipped"] > 0
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(load(folder / "diverged").params))
@@ -159,8 +154,11 @@ def test_updates_that_are_not_finite_stop_the_run_with_its_state_saved(folder):
 
 def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     """By the method alone: a step would have skipped the update that leads there."""
-    this = types.SimpleNamespace(parts=types.SimpleNamespace(directory=RunDir(tmp_path)))
-    with pytest.raises(TrainingError, match=r"the state after step 3 is not finite and was not saved"):
+    parts = types.SimpleNamespace(directory=RunDir(tmp_path), experiment=settings(tmp_path, optimizer={"name": "muon"}))
+    this = types.SimpleNamespace(parts=parts)
+    with pytest.raises(
+        TrainingError, match=r"step 3 is not finite and was not saved.*muon_learning_rate=0.02, in another"
+    ):
         zero = jax.numpy.zeros((), int)
         loop.Loop.save(this, TrainState(zero, {"w": jax.numpy.array([1.0, float("nan")])}, {}, zero, zero), 3)
 
@@ -169,13 +167,102 @@ def test_a_state_that_is_not_finite_is_not_saved(tmp_path):
     "change, words",
     [
         ({"batch_size": 12}, "train.batch_size=12 in train.micro_batches=1 parts gives 12 rows at a time"),
-        ({"sample_prompt": "tree" * 9}, "train.sample_prompt='treetree.* has 37 tokens and model.context_length is 16"),
+        (
+            {"sample_prompt": "tree" * 9},
+            "train.sample_prompt='treetree.* is 37 tokens long, .* model.context_length=16",
+        ),
+        ({"sample_prompt": "a\udc80"}, r"train.sample_prompt='a.udc80' cannot be gone on from: .* character at 1"),
     ],
 )
 def test_settings_that_do_not_fit_fail_before_anything_is_written(folder, change, words):
     with pytest.raises(ConfigError, match=words):
         train(settings(folder, "never", **change))
     assert not (folder / "never").exists()
+
+
+def test_a_prompt_that_nobody_samples_from_may_be_any(folder):
+    assert assemble(settings(folder, "never", sample_every=None, sample_prompt="tree" * 9))
+
+
+def test_a_prompt_needs_a_first_token(folder):
+    with pytest.raises(ConfigError, match=r"train.sample_prompt=''"):
+        experiment = settings(folder, "never", sample_prompt="")
+        train(dataclasses.replace(experiment, data=dataclasses.replace(experiment.data, add_bos=False)))
+    assert not (folder / "never").exists()
+
+
+def test_a_checkpoint_of_another_run_is_not_gone_on_from(folder, whole):
+    """Of the same shapes: a folder that somebody copied into a run with another seed."""
+    shutil.copytree(whole.directory, folder / "mixed")
+    config = RunDir(folder / "mixed").config
+    config.write_text(config.read_text().replace('"seed": 0', '"seed": 1'))
+    words = r"step 4 belongs to another experiment \(train.seed is 0 there and 1 here\)"
+    with pytest.raises(CheckpointError, match=words):
+        train(settings(folder, "mixed", seed=1))
+    with pytest.raises(CheckpointError, match=words):
+        load(folder / "mixed")
+
+
+def test_two_starts_at_once(folder, whole):
+    words = rf"process {os.getpid()} on .* is training in .*run; wait for its end"
+    with RunDir(whole.directory).held(), pytest.raises(RunError, match=words):
+        train(settings(folder))
+    assert train(settings(folder)) == whole
+
+
+def test_a_sample_that_cannot_be_written_costs_no_step(folder, whole, monkeypatch, capsys):
+    samples = folder / "sampled/samples"
+
+    def generate(run, prompt, *, seed, **_):
+        if seed == 2:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory\nand more")
+        if seed == 4 and not samples.exists():
+            samples.mkdir()
+            (samples / "step_4.txt.new").symlink_to("/dev/full")
+        return ["é漢"]
+
+    monkeypatch.setattr(loop, "generate", generate)
+    experiment = settings(folder, "sampled", sample_every=2)
+    with pytest.raises(RunError, match=r"samples/step_4.txt cannot be written \(No space left on device\); put that"):
+        train(experiment)
+    assert "step 2: no sample, the devices could not write one (RESOURCE_EXHAUSTED: out of memory)\n" in (
+        capsys.readouterr().out
+    )
+    assert list(samples.iterdir()) == []
+    train(experiment)
+    assert "resumed at step 4" in capsys.readouterr().out
+    assert sorted(p.name for p in samples.iterdir()) == [f"step_{n}.txt" for n in (10, 12, 6, 8)]
+    assert (samples / "step_12.txt").read_text(encoding="utf-8") == "tree é漢\n"
+    assert_equal_runs(folder / "sampled", whole.directory, STEPS)
+
+
+def test_a_full_disk_ends_a_run_that_goes_on_later(folder, whole, monkeypatch, capsys):
+    real = MetricsFile.write
+
+    def write(self, row):
+        if row["step"] == 6:
+            self._file = open("/dev/full", "a")  # noqa: SIM115
+        real(self, row)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsFile, "write", write)
+        with pytest.raises(RunError, match=r"metrics.jsonl cannot be written \(No space left on device\)"):
+            train(settings(folder, "full"))
+    train(settings(folder, "full"))
+    assert "resumed at step 4" in capsys.readouterr().out
+    assert_equal_runs(folder / "full", whole.directory, STEPS)
+
+
+def test_pictures_that_a_kill_has_left_out_are_drawn_at_the_next_start(folder, whole):
+    """The last checkpoint comes first."""
+    run = RunDir(folder / "undrawn")
+    shutil.copytree(whole.directory, run.path)
+    run.loss.unlink()
+    train(settings(folder, "undrawn"))
+    os.utime(run.metrics)
+    drawn = run.loss.stat().st_mtime_ns
+    train(settings(folder, "undrawn"))
+    assert run.loss.stat().st_mtime_ns > drawn
 
 
 def test_too_little_text_fails_before_anything_is_written(folder):

@@ -1,10 +1,12 @@
 import io
 import json
-from typing import ClassVar
+import struct
 
 import numpy as np
 import pytest
+from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+from zoo.rundir import RunError
 from zoo.train.metrics import Events, MetricsFile, Recorder, Screen, clock, read_rows, short, status_line
 
 
@@ -48,30 +50,61 @@ def test_the_cut_replaces_the_file_as_a_whole(tmp_path, monkeypatch):
     assert [row["step"] for row in read_rows(path)] == [10]
 
 
+def read_events(directory):
+    """The events of all files, in TensorBoard's order: records of a length, the bytes, and a checksum of each."""
+    events = []
+    for path in sorted(directory.iterdir()):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            events.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += 16 + length
+        assert at == len(data)
+    return events
+
+
 def test_events_hold_scalars_and_layers(tmp_path):
-    class Kept:
-        rows: ClassVar[list] = []
-
-        def add_scalar(self, *row):
-            self.rows.append(row)
-
-        def close(self):
-            pass
-
-    events = Events(tmp_path)
-    assert list(tmp_path.iterdir())
-    events._writer.close()
-    events._writer = Kept()
     row = {"step": 3, "train/loss": 2.5, "moe/max_load": [1.0, 2.0], "moe/load": [[0.5, 0.5]], "bad": float("nan")}
-    recorder = Recorder(events)
+    recorder = Recorder(Events(tmp_path))
     recorder.write(row)
     recorder.close()
-    assert Kept.rows == [("train/loss", 2.5, 3), ("moe/max_load/layer_0", 1.0, 3), ("moe/max_load/layer_1", 2.0, 3)]
+    version, start, event = read_events(tmp_path)
+    assert version.file_version == "brain.Event:2"
+    assert (start.step, start.session_log.status) == (1, SessionLog.START)
+    values = [(value.tag, value.simple_value) for value in event.summary.value]
+    assert event.step == 3
+    assert values == [("train/loss", 2.5), ("moe/max_load/layer_0", 1.0), ("moe/max_load/layer_1", 2.0)]
+
+
+def test_what_is_flushed_outlives_a_kill_and_the_next_start_hides_what_came_later(tmp_path):
+    first = Events(tmp_path)
+    for step in (1, 2, 3):
+        first.write({"step": step, "train/loss": 1.0})
+    first.flush()  # and nothing more of it: killed
+    second = Events(tmp_path, last_step=2)
+    second.flush()
+    events = read_events(tmp_path)
+    assert [event.step for event in events] == [0, 1, 1, 2, 3, 0, 3]
+    assert events[-1].session_log.status == SessionLog.START
+
+
+def test_a_full_disk_is_said_and_hangs_nothing(tmp_path):
+    events = Events(tmp_path)
+    events._writer._writer = open("/dev/full", "wb")  # noqa: SIM115
+    events.write({"step": 1, "train/loss": 1.0})
+    with pytest.raises(RunError, match=r"events.out.tfevents.* cannot be written \(No space left on device\)"):
+        events.flush()
 
 
 class Terminal(io.StringIO):
     def isatty(self):
         return True
+
+
+def test_a_screen_without_a_character_shows_another():
+    stream = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
+    Screen(stream).say("a 漢")
+    assert stream.buffer.getvalue() == b"a ?\n"
 
 
 def test_a_terminal_has_one_live_line_and_a_file_plain_ones():

@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from zoo.rundir import RunError
 from zoo.train.pictures import draw_pictures, experts_figure, loss_figure, routing_history
 
 
@@ -64,6 +65,16 @@ def test_files_are_drawn_from_the_metrics_alone(tmp_path):
     for name in ("loss.png", "experts.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+def test_a_full_disk_leaves_the_picture_that_was_there(tmp_path):
+    metrics, loss = tmp_path / "metrics.jsonl", tmp_path / "loss.png"
+    metrics.write_text('{"step": 1, "train/bits_per_byte": 3.0}\n')
+    loss.write_bytes(b"old")
+    (tmp_path / "loss.png.new").symlink_to("/dev/full")
+    with pytest.raises(RunError, match=r"loss.png cannot be written \(No space left on device\)"):
+        draw_pictures(metrics, loss, tmp_path / "experts.png")
+    assert loss.read_bytes() == b"old" and len(list(tmp_path.iterdir())) == 2
 
 
 def test_a_model_without_a_mixture_has_no_picture_of_experts(tmp_path):

@@ -13,12 +13,12 @@ import jax
 
 from zoo.checkpoint import Checkpoints, is_finite
 from zoo.config import Experiment
-from zoo.infer.generate import generate
+from zoo.infer.generate import generate, room
 from zoo.parallel.distributed import agree, global_batch, initialize
-from zoo.rundir import Run, RunDir
+from zoo.rundir import Run, RunDir, replacing, writing
 from zoo.train.evaluate import evaluate
 from zoo.train.metrics import Events, MetricsFile, Recorder, Row, Screen, read_rows, status_line
-from zoo.train.parts import Parts, assemble, begin, introduce
+from zoo.train.parts import Parts, assemble, begun, introduce
 from zoo.train.pictures import draw_pictures
 from zoo.train.speed import Speed
 from zoo.train.state import TrainState, abstract_state, fresh_state
@@ -54,18 +54,16 @@ def train(experiment: Experiment) -> Result:
     Raises:
         ConfigError: settings that do not fit together, the text or the devices; before anything is compiled.
         DataError: text that cannot be used.
-        RunError: the run directory holds something else.
+        RunError: the run directory holds something else, another process trains there, or it cannot be written.
         CheckpointError: no checkpoint can be read, or one cannot be written.
         TrainingError: train.max_bad_steps updates in a row were not finite, or the parameters are not.
     """
     initialize()
     parts = assemble(experiment)
-    begin(parts, experiment)
     screen = Screen() if jax.process_index() == 0 else Screen(open(os.devnull, "w"))  # noqa: SIM115
-    introduce(parts, screen)
     settings = parts.experiment.train
-    checkpoints = Checkpoints(parts.directory.checkpoints, settings.keep_last, settings.keep_every, say=screen.say)
-    with closing(checkpoints):
+    with begun(parts), closing(_checkpoints(parts, screen)) as checkpoints:
+        introduce(parts, screen)
         state, step = restore(parts, checkpoints, screen)
         if step >= settings.steps:
             return finished(parts, step, screen)
@@ -76,13 +74,18 @@ def train(experiment: Experiment) -> Result:
 # ---------------------------------------------------------------------------------------- before the first step
 
 
+def _checkpoints(parts: Parts, screen: Screen) -> Checkpoints:
+    settings = parts.experiment.train
+    return Checkpoints(parts.directory.checkpoints, settings.keep_last, settings.keep_every, say=screen.say)
+
+
 def restore(parts: Parts, checkpoints: Checkpoints, screen: Screen) -> tuple[TrainState, int]:
     """The state to go on from, and its step: that of the newest good checkpoint, or the initial one."""
     shapes = abstract_state(parts.specs, parts.optimizer)
     placed = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, parts.layout.state
     )
-    found = checkpoints.restore(placed)
+    found = checkpoints.restore(placed, parts.record.foreign)
     if found is None:
         return fresh_state(parts.model, parts.optimizer, parts.layout, parts.experiment.train.seed), 0
     step, state, _ = found
@@ -91,13 +94,17 @@ def restore(parts: Parts, checkpoints: Checkpoints, screen: Screen) -> tuple[Tra
 
 
 def finished(parts: Parts, step: int, screen: Screen) -> Result:
-    """The result of a run that has nothing left to do."""
+    """The result of a run that has nothing left to do but pictures that a kill has left out."""
     directory = parts.directory
     screen.say(f"finished: {step} of {parts.experiment.train.steps} steps are done; raise --train.steps to go on")
     validation = _newest_validation(directory)
-    if jax.process_index() == 0 and not directory.loss.exists():
+    if jax.process_index() == 0 and not _newer(directory.loss, directory.metrics):
         draw_pictures(directory.metrics, directory.loss, directory.experts)
     return Result(directory.path, step, validation, None)
+
+
+def _newer(path: Path, than: Path) -> bool:
+    return path.exists() and than.exists() and path.stat().st_mtime_ns >= than.stat().st_mtime_ns
 
 
 def _newest_validation(directory: RunDir) -> Row:
@@ -186,7 +193,7 @@ class Loop:
             raise TrainingError(
                 f"{self.settings.named('max_bad_steps')} updates in a row, the last of them step {step}, were skipped "
                 f"because gradient or loss were not finite; the state before them is saved in "
-                f"{self.parts.directory.checkpoints}; lower the learning rate, or look at the text"
+                f"{self.parts.directory.checkpoints}; look at the text, or {_advice(self.parts.experiment)}"
             )
         self.speed.step_done(step)
         if step == 1 or step == self.settings.steps or step % self.settings.log_every == 0:
@@ -207,25 +214,28 @@ class Loop:
         return step == settings.steps or any(_multiple(step, n) for n in every)
 
     def _visit(self, state: TrainState, step: int) -> None:
-        """Evaluates, samples and saves, what of these is due. Rows come before the checkpoint of their step:
-        resuming from it keeps them."""
+        """Evaluates, saves, draws and samples, what of these is due.
+
+        Rows come before the checkpoint of their step: resuming from it keeps them. Pictures and samples come after
+        it, so that nothing that goes wrong there can cost a step.
+        """
         settings, last = self.settings, step == self.settings.steps
+        sampling = settings.sample_every and (last or _multiple(step, settings.sample_every))
         with self.speed.pause():
             if last or _multiple(step, settings.eval_every):
                 self.evaluate(state, step)
-            if settings.sample_every and (last or _multiple(step, settings.sample_every)):
-                self.sample(state, step)
             if last:
                 self._end(state, step)
             elif _multiple(step, settings.save_every):
-                self.save(state, step)
+                self.save(state, step, wait=bool(sampling))
+            if sampling:
+                self.sample(state, step)
 
     def _end(self, state: TrainState, step: int) -> None:
-        """Pictures first: a run whose last checkpoint is there has everything."""
+        self.save(state, step, wait=True)
         directory = self.parts.directory
         if jax.process_index() == 0:
             draw_pictures(directory.metrics, directory.loss, directory.experts)
-        self.save(state, step, wait=True)
 
     def _result(self, step: int) -> Result:
         directory = self.parts.directory
@@ -250,20 +260,32 @@ class Loop:
         )
 
     def sample(self, state: TrainState, step: int) -> None:
-        """Writes a text that the model writes, and shows it. Several processes would have to write it together."""
+        """Writes a text that the model writes, and shows it. Several processes would have to write it together.
+
+        Where the devices cannot (their memory is full of training, say), it says so and training goes on.
+
+        Raises:
+            RunError: the text cannot be written.
+        """
         if jax.process_count() > 1:
             return
         parts, settings = self.parts, self.settings
-        tokenizer, prompt = parts.corpus.tokenizer, settings.sample_prompt
-        run = Run(parts.model, state.params, tokenizer, parts.experiment)
-        room = parts.experiment.model.context_length - len(tokenizer.encode(prompt)) - 1
-        text = prompt + generate(run, prompt, max_tokens=min(settings.sample_tokens, room), seed=step)[0]
-        parts.directory.samples.mkdir(exist_ok=True)
-        (parts.directory.samples / f"step_{step}.txt").write_text(text + "\n")
+        run = Run(parts.model, state.params, parts.corpus.tokenizer, parts.experiment)
+        prompt = settings.sample_prompt
+        length = min(settings.sample_tokens, room(run, prompt))
+        try:
+            text = prompt + generate(run, prompt, max_tokens=length, seed=step)[0]
+        except jax.errors.JaxRuntimeError as error:
+            self.screen.say(f"step {step}: no sample, the devices could not write one ({str(error).splitlines()[0]})")
+            return
+        with writing(parts.directory.samples):
+            parts.directory.samples.mkdir(exist_ok=True)
+        with replacing(parts.directory.samples / f"step_{step}.txt") as draft:
+            draft.write_text(text + "\n", encoding="utf-8")
         self.screen.say(f"step {step}: sample\n{text}\n")
 
     def save(self, state: TrainState, step: int, wait: bool = False) -> None:
-        """Saves a state that is finite; with `wait`, returns when it is on disk.
+        """Saves a state that is finite, after all rows; with `wait`, returns when it is on disk.
 
         Raises:
             TrainingError: the state is not finite; it is not saved.
@@ -272,9 +294,16 @@ class Loop:
         if not is_finite(state):
             raise TrainingError(
                 f"the state after step {step} is not finite and was not saved; earlier checkpoints are in "
-                f"{self.parts.directory.checkpoints}; lower the learning rate"
+                f"{self.parts.directory.checkpoints}; {_advice(self.parts.experiment)}"
             )
-        self.checkpoints.save(step, state, {"tokenizer": self.parts.corpus.tokenizer.fingerprint}, wait=wait)
+        self.recorder.flush()
+        self.checkpoints.save(step, state, self.parts.record.values(), wait=wait)
+
+
+def _advice(experiment: Experiment) -> str:
+    """A run keeps its learning rate: another one makes another run."""
+    rate = "muon_learning_rate" if experiment.optimizer.name == "muon" else "learning_rate"
+    return f"train again with less than {experiment.optimizer.named(rate)}, in another --train.dir"
 
 
 def _multiple(step: int, n: int | None) -> bool:

@@ -5,13 +5,20 @@ import math
 import os
 import shutil
 import sys
+import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.proto.event_pb2 import Event, SessionLog
+from tensorboardX.proto.summary_pb2 import Summary
+from tensorboardX.record_writer import RecordWriter
+
+from zoo.rundir import replacing, writing
 
 Row = dict[str, Any]
+FLUSH_SECONDS = 10  # TensorBoard sees what is older
 
 
 class MetricsFile:
@@ -22,27 +29,36 @@ class MetricsFile:
 
         Lines of later steps, and a line that a kill left half written, are cut off; the file is replaced
         as a whole, so a kill meanwhile loses nothing.
+
+        Raises:
+            RunError: the file cannot be written; the same holds for `write` and `close`.
         """
         rows = [row for row in read_rows(path) if row["step"] <= last_step]
-        draft = path.with_name(path.name + ".new")
-        draft.write_text("".join(map(_as_line, rows)))
-        os.replace(draft, path)
-        self._file = path.open("a")
+        with replacing(path) as draft:
+            draft.write_text("".join(map(_as_line, rows)), encoding="utf-8")
+        self._path = path
+        with writing(path):
+            self._file = path.open("a", encoding="utf-8")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Appends a row; values that are not finite become null, as JSON has no word for them."""
-        self._file.write(_as_line(row))
-        self._file.flush()
+        with writing(self._path):
+            self._file.write(_as_line(row))
+            self._file.flush()
+
+    def flush(self) -> None:
+        """Every row is on its way to the disk as soon as it is written."""
 
     def close(self) -> None:
-        self._file.close()
+        with writing(self._path):
+            self._file.close()
 
 
 def read_rows(path: Path) -> list[Row]:
     """The rows of a metrics file; none where there is no file. A line that is no object with a step is left out."""
     if not path.exists():
         return []
-    with path.open() as lines:
+    with path.open(encoding="utf-8", errors="replace") as lines:
         return [row for row in map(_as_row, lines) if row is not None]
 
 
@@ -72,18 +88,47 @@ def _plain(value: Any) -> Any:
 
 
 class Events:
-    """Scalars for TensorBoard; of a list (one value per layer), each value under its index."""
+    """Scalars for TensorBoard; of a list (one value per layer), each value under its index.
+
+    They are written at once, in the thread of the caller: tensorboardX's own SummaryWriter hands them to a thread,
+    which dies in silence on a full disk, and its `flush` leaves those behind that the thread has not come to.
+    """
 
     def __init__(self, directory: Path, last_step: int = 0):
-        """Later events than `last_step`, of an earlier start of the run, are hidden."""
-        self._writer = SummaryWriter(str(directory), purge_step=last_step + 1)
+        """Later events than `last_step`, of an earlier start of the run, are hidden.
+
+        Raises:
+            RunError: the file cannot be written; the same holds for the other methods.
+        """
+        now = time.time()
+        # A name of its own for every start; TensorBoard reads the files in the order of their names.
+        self._path = directory / f"events.out.tfevents.{now:017.6f}.{os.getpid()}"
+        with writing(self._path):
+            directory.mkdir(parents=True, exist_ok=True)
+            self._writer = RecordWriter(str(self._path))
+        self._put(Event(wall_time=now, file_version="brain.Event:2"))
+        self._put(Event(wall_time=now, step=last_step + 1, session_log=SessionLog(status=SessionLog.START)))
+        self.flush()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        for name, value in _scalars(row):
-            self._writer.add_scalar(name, value, row["step"])
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(row)]
+        self._put(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
+        if time.monotonic() - self._flushed > FLUSH_SECONDS:
+            self.flush()
+
+    def _put(self, event: Event) -> None:
+        with writing(self._path):
+            self._writer.write(event.SerializeToString())
+
+    def flush(self) -> None:
+        """Returns when all rows are on the disk."""
+        with writing(self._path):
+            self._writer.flush()
+        self._flushed = time.monotonic()
 
     def close(self) -> None:
-        self._writer.close()
+        with writing(self._path):
+            self._writer.close()
 
 
 def _scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
@@ -106,9 +151,15 @@ class Recorder:
         for place in self._places:
             place.write(row)
 
-    def close(self) -> None:
+    def flush(self) -> None:
+        """Brings to disk what is not there yet; ask before a checkpoint, which promises the rows before it."""
         for place in self._places:
-            place.close()
+            place.flush()
+
+    def close(self) -> None:
+        with ExitStack() as stack:  # closes all, also where one raises
+            for place in self._places:
+                stack.callback(place.close)
 
 
 class Screen:
@@ -122,14 +173,18 @@ class Screen:
         """Replaces the live line; where there is no terminal, prints the line."""
         if self._live:
             width = shutil.get_terminal_size().columns - 1
-            self._stream.write(f"\r\x1b[K{text[:width]}")
+            self._put(f"\r\x1b[K{text[:width]}")
         else:
-            self._stream.write(f"{text}\n")
-        self._stream.flush()
+            self._put(f"{text}\n")
 
     def say(self, text: str) -> None:
         """Prints a line that stays."""
-        self._stream.write(f"\r\x1b[K{text}\n" if self._live else f"{text}\n")
+        self._put(f"\r\x1b[K{text}\n" if self._live else f"{text}\n")
+
+    def _put(self, text: str) -> None:
+        """A character that the stream's encoding lacks becomes a question mark: a sample may hold any."""
+        encoding = getattr(self._stream, "encoding", None) or "utf-8"
+        self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()
 
 

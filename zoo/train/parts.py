@@ -1,5 +1,7 @@
 """What a run is made of, put together and checked before anything is compiled."""
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
 import jax
@@ -11,21 +13,23 @@ from zoo.config import Experiment
 from zoo.data.cache import Corpus, prepare
 from zoo.data.loader import Loader, evaluation_batches
 from zoo.describe import count_parameters
+from zoo.infer.generate import PromptError, room
 from zoo.models.decoder import Decoder, build
-from zoo.parallel.distributed import barrier, process_rows
+from zoo.parallel.distributed import agree, process_rows
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 from zoo.parallel.rules import check_batch, make_constrain, report
-from zoo.rundir import Record, RunDir, open_run, with_vocabulary
+from zoo.rundir import Record, Run, RunDir, RunError, make_record, open_run, with_vocabulary
 from zoo.train.metrics import Screen, short
 from zoo.train.optimizer import make_optimizer
 from zoo.train.state import Layout, make_layout
 
 
 class Parts(NamedTuple):
-    """What a run is made of. `experiment` has the vocabulary size set."""
+    """What a run is made of. `experiment` has the vocabulary size set, that of `record` is as it was asked for."""
 
     experiment: Experiment
+    record: Record
     directory: RunDir
     corpus: Corpus
     loader: Loader
@@ -40,20 +44,21 @@ def assemble(experiment: Experiment) -> Parts:
     """Everything that can be checked before compiling: directory, text, model, mesh; raises as `train` does."""
     directory = open_run(experiment)
     corpus = prepare(experiment.data, directory.open_tokenizer())
+    record = make_record(experiment, corpus)
     experiment = with_vocabulary(experiment, corpus.tokenizer.vocab_size)
     settings = experiment.train
     mesh = make_mesh(experiment.mesh)
     parts = f"{settings.named('batch_size')} in {settings.named('micro_batches')} parts"
     check_batch(parts, settings.batch_size // settings.micro_batches, mesh)
-    _check_prompt(experiment, corpus)
     model = build(experiment.model, make_constrain(mesh), MeshExperts(mesh))
+    _check_prompt(Run(model, None, corpus.tokenizer, experiment))
     specs = model.abstract_params()
     optimizer = make_optimizer(experiment.optimizer, specs)
     layout = make_layout(specs, optimizer, mesh, experiment.mesh.zero)
     rows = process_rows(settings.batch_size, mesh)
     loader = Loader(corpus.train, batch_size=settings.batch_size, seed=settings.seed, rows=rows, **windows(experiment))
     evaluation_batches(corpus.validation, batch_size=1, **windows(experiment))  # checks the text
-    return Parts(experiment, directory, corpus, loader, mesh, model, specs, optimizer, layout)
+    return Parts(experiment, record, directory, corpus, loader, mesh, model, specs, optimizer, layout)
 
 
 def windows(experiment: Experiment) -> dict[str, Any]:
@@ -63,20 +68,34 @@ def windows(experiment: Experiment) -> dict[str, Any]:
     return {"length": model.context_length, "vocab_size": model.vocab_size, "max_documents": most}
 
 
-def _check_prompt(experiment: Experiment, corpus: Corpus) -> None:
-    settings, context = experiment.train, experiment.model.context_length
-    length = len(corpus.tokenizer.encode(settings.sample_prompt)) + 1
-    settings.require(length < context, "sample_prompt", f"has {length} tokens and model.context_length is {context}")
+def _check_prompt(run: Run) -> None:
+    """Before training rather than at the first sample."""
+    settings = run.config.train
+    try:
+        if settings.sample_every is not None:
+            room(run, settings.sample_prompt)
+    except PromptError as error:
+        settings.require(False, "sample_prompt", f"cannot be gone on from: {error}")
 
 
-def begin(parts: Parts, experiment: Experiment) -> None:
-    """Makes the run directory, or checks that it goes with the text; keeps `experiment` as it was asked for."""
-    corpus, tokenizer = parts.corpus, parts.corpus.tokenizer
-    tokens = len(corpus.train.tokens), len(corpus.validation.tokens)
-    if jax.process_index() == 0:
-        record = Record(experiment, parts.experiment.model.vocab_size, tokenizer.fingerprint, tokens)
-        parts.directory.begin(record, tokenizer)
-    barrier("run-directory")
+@contextmanager
+def begun(parts: Parts) -> Iterator[None]:
+    """Makes the run directory, or checks that it goes with the text, and holds it: process 0 does, for all.
+
+    Raises:
+        RunError: as RunDir.held and RunDir.begin do; on every process.
+    """
+    problem = None
+    with ExitStack() as stack:
+        if jax.process_index() == 0:
+            try:
+                stack.enter_context(parts.directory.held())
+                parts.directory.begin(parts.record, parts.corpus.tokenizer)
+            except RunError as error:
+                problem = error
+        if not agree(problem is None):
+            raise problem or RunError(f"process 0 cannot use {parts.directory.path}; its own message says why")
+        yield
 
 
 def introduce(parts: Parts, screen: Screen) -> None:

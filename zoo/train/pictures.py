@@ -10,6 +10,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import TwoSlopeNorm
 from matplotlib.figure import Figure
 
+from zoo.rundir import replacing
 from zoo.train.metrics import Row, read_rows
 
 TRAIN, VALIDATION, GZIP, INK = "#9db7d5", "#c8472b", "#5b5b5b", "#222222"
@@ -17,7 +18,11 @@ DPI = 200
 
 
 def draw_pictures(metrics: Path, loss: Path, experts: Path) -> None:
-    """Draws both pictures from a metrics file; a model without a mixture has no picture of experts."""
+    """Draws both pictures from a metrics file; a model without a mixture has no picture of experts.
+
+    Raises:
+        RunError: they cannot be written; older ones stay.
+    """
     rows = read_rows(metrics)
     with matplotlib.rc_context({"font.size": 9, "axes.spines.top": False, "axes.spines.right": False}):
         _save(loss_figure(rows), loss)
@@ -26,10 +31,8 @@ def draw_pictures(metrics: Path, loss: Path, experts: Path) -> None:
 
 
 def _save(figure: Figure, path: Path) -> None:
-    """Writes beside the old picture first, so that a kill leaves a whole one."""
-    draft = path.with_name(f".{path.name}")
-    figure.savefig(draft, dpi=DPI, format="png")
-    draft.replace(path)
+    with replacing(path) as draft:
+        figure.savefig(draft, dpi=DPI, format="png")
 
 
 def _series(rows: Sequence[Row], name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -91,9 +94,10 @@ def experts_figure(rows: Sequence[Row]) -> Figure:
     grid = figure.subplots(lines, columns, sharex=True, sharey=True, squeeze=False)
     norm = TwoSlopeNorm(1, 0, max(2.0, float(np.quantile(load, 0.995))))
     for layer, axes in enumerate(grid.T.flat):
-        axes.set_axis_on() if layer < n_layers else axes.set_axis_off()
         if layer < n_layers:
             image = _heat(axes, steps, load[:, layer], norm, f"layer {layer}")
+        else:
+            axes.set_axis_off()
     figure.supxlabel("step", fontsize=9)
     figure.supylabel("expert", fontsize=9)
     bar = figure.colorbar(image, ax=grid, extend="max", aspect=30, pad=0.01)

@@ -28,21 +28,24 @@ def make_train_step(
     The gradient is that of the mean cross entropy plus the auxiliary losses of the whole batch, however many
     micro-batches it is computed in. Where it, or the loss, is not finite, parameters and optimizer keep
     every bit; only the counters move on. Metrics stay on the devices; `train/loss` is the cross entropy alone,
-    and `learning_rate` the one this step used.
+    `learning_rate` what this step used for AdamW, and with Muon `muon_learning_rate` what it used for its matrices.
     """
     settings, train = experiment.optimizer, experiment.train
     schedule = factor(settings, train.steps)
+    peaks = {"learning_rate": settings.learning_rate}
+    if settings.name == "muon":
+        peaks["muon_learning_rate"] = settings.muon_learning_rate
 
     def train_step(state: TrainState, batch: Batch) -> tuple[TrainState, Metrics]:
         key = step_key(train.seed, state.step)
         grads, total = gradients(model, state.params, batch, key, train.micro_batches, layout)
         grads, norm = clip(grads, settings.clip_norm)
         metrics = measure(total, model) | {"train/grad_norm": norm}
-        good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])
+        good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"]) & finite(grads)
         rate = schedule(state.step)
         state = select(good, updated(state, grads, optimizer, rate), skipped(state))
         counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
-        return state, metrics | counters | {"learning_rate": rate * settings.learning_rate}
+        return state, metrics | counters | {name: rate * peak for name, peak in peaks.items()}
 
     shardings = {"in_shardings": (layout.state, layout.batch), "out_shardings": (layout.state, layout.whole)}
     return jax.jit(train_step, donate_argnums=0, **shardings)
@@ -66,6 +69,11 @@ def skipped(state: TrainState) -> TrainState:
 def select(condition: Bool[Array, ""], yes: TrainState, no: TrainState) -> TrainState:
     """`yes` where `condition`, else `no`, bit for bit."""
     return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
+
+
+def finite(grads: Grads) -> Bool[Array, ""]:
+    """Whether no gradient holds an infinity or a NaN."""
+    return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
 
 
 def clip(grads: Grads, limit: float | None) -> tuple[Grads, Float[Array, ""]]:
