@@ -121,5 +121,5 @@ def test_law_finds_the_fault(faulty, law, message):
 
 
 def test_an_unknown_law_names_the_nearest():
-    with pytest.raises(ValueError, match="did you mean causality"):
+    with pytest.raises(zoo.ConfigError, match="did you mean causality"):
         zoo.check(zoo.build(ARCHITECTURES["none"]), laws=["causalty"])

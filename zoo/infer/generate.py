@@ -1,7 +1,6 @@
 """Text from a trained model: batches of prompts, a cache, one token at a time."""
 
 import functools
-import math
 import numbers
 import operator
 from collections.abc import Callable, Sequence
@@ -20,6 +19,10 @@ PROMPT_MULTIPLE = 32
 CACHE_MULTIPLE = 64
 # New tokens where nobody says how many.
 MAX_TOKENS = 200
+
+
+# Beyond it nothing changes: every token is as likely as the next, to float32.
+MAX_TEMPERATURE = 1e30
 
 
 class PromptError(ValueError):
@@ -249,8 +252,8 @@ def _check_settings(max_tokens: Any, temperature: Any, top_k: Any, top_p: Any, s
         raise PromptError(
             f"max_tokens={max_tokens!r} must be a whole number of at least 1, or None for what the context leaves"
         )
-    if not (_is_number(temperature) and math.isfinite(temperature) and temperature >= 0):
-        raise PromptError(f"temperature={temperature!r} must be a finite number of at least 0; 0 is greedy")
+    if not (_is_number(temperature) and 0 <= temperature <= MAX_TEMPERATURE):
+        raise PromptError(f"temperature={temperature!r} must lie between 0, which is greedy, and {MAX_TEMPERATURE:.0e}")
     if not (top_k is None or _is_positive(top_k)):
         raise PromptError(f"top_k={top_k!r} must be a whole number of at least 1, or None for all tokens")
     if not (top_p is None or (_is_number(top_p) and 0 < top_p <= 1)):

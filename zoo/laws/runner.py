@@ -4,7 +4,7 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from zoo.config import nearest
+from zoo.config import ConfigError, nearest
 from zoo.laws import outputs, training
 from zoo.laws.case import Case, Finding, make_case
 from zoo.models.decoder import Decoder
@@ -55,11 +55,11 @@ def check(
         say: gets a line per law as it is done: its name, pass or FAIL, and the counterexample.
 
     Raises:
-        ValueError: a law of an unknown name.
+        ConfigError: a law of an unknown name.
     """
     for law in laws:
         if law not in LAWS:
-            raise ValueError(f"law {law!r} is not one of {', '.join(LAWS)}{nearest(law, LAWS)}")
+            raise ConfigError(f"law {law!r} is not one of {', '.join(LAWS)}{nearest(law, LAWS)}")
     case = make_case(model, params, seed)
     report = Report()
     for law in laws:

@@ -108,7 +108,8 @@ def _parts(axis: str | None, size: int, on: tuple[str, ...], rules: Rules, mesh:
         return ()
     axes = " x ".join(f"mesh.{a}={mesh.shape[a]}" for a in on)
     raise ConfigError(
-        f"{axes} does not divide the {axis} dimension of {name}, which is {size}; choose a divisor of {size}"
+        f"{axes} does not divide the {axis} dimension of {name}, which is {size}; choose a divisor of {size}, "
+        "or another size"
     )
 
 

@@ -67,8 +67,9 @@ def abstract_state(specs: PyTree[Any], optimizer: optax.GradientTransformation) 
 def make_layout(specs: PyTree[Any], optimizer: optax.GradientTransformation, mesh: Mesh, zero: int) -> Layout:
     """The layout that the rules of ZeRO `zero` give; raises as parallel.rules.spec_for does."""
     whole = NamedSharding(mesh, PartitionSpec())
+    params = param_shardings(specs, mesh, zero)  # first, so that an error names a parameter and not its moment
     opt_state = optimizer_shardings(abstract_state(specs, optimizer).opt_state, specs, mesh, zero)
-    state = TrainState(whole, param_shardings(specs, mesh, zero), opt_state, whole, whole)
+    state = TrainState(whole, params, opt_state, whole, whole)
     return Layout(state, grad_shardings(specs, mesh, zero), batch_sharding(mesh), whole)
 
 
