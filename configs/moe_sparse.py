@@ -5,21 +5,25 @@
 The same model with another mixture, or none: --mixture dense, soft or none.
 """
 
-from zoo import DataConfig, Experiment, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig
+from zoo import Experiment, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig
+
+STEPS = 120
 
 config = Experiment(
     name="moe_sparse",
     model=ModelConfig(
-        context_length=512,
-        d_model=384,
-        n_layers=6,
-        n_heads=6,
+        context_length=256,
+        d_model=256,
+        n_layers=4,
+        n_heads=4,
         n_kv_heads=2,
-        moe=SparseConfig(n_experts=8, top_k=2, d_ff=512),
+        moe=SparseConfig(n_experts=8, top_k=2, d_ff=256),
         qk_norm=True,
         zero_init_out=True,
+        unroll=True,
     ),
-    data=DataConfig(vocab_size=4096),
-    optimizer=OptimizerConfig(name="muon", learning_rate=3e-3, muon_learning_rate=0.02, schedule="wsd"),
-    train=TrainConfig(steps=2000, batch_size=32, sample_every=500, sample_prompt="def "),
+    optimizer=OptimizerConfig(
+        name="muon", learning_rate=3e-3, schedule="wsd", warmup_steps=10, decay_fraction=0.5, min_ratio=0.0
+    ),
+    train=TrainConfig(steps=STEPS, eval_every=None, save_every=STEPS // 3),
 )
