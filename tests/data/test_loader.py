@@ -15,7 +15,7 @@ V, T, B = 1000, 8, 4
 def make_cache(documents=13, size=7):
     offsets = np.arange(documents + 1, dtype=np.int64) * size
     tokens = np.arange(documents * size).astype(np.uint16)
-    return TokenCache(tokens, offsets, 1, None, V, 0, "the train text of a test", "digest")
+    return TokenCache(tokens, offsets, 1, None, V, 0, "the training text of a test", "digest")
 
 
 CACHE = make_cache()  # 91 tokens: 12 windows of 8 at most
@@ -139,7 +139,7 @@ USES = [
 @pytest.mark.parametrize("use", USES)
 def test_what_does_not_fit_is_named_before_the_first_batch(use):
     use(CACHE, 90, V)
-    with pytest.raises(DataError, match=r"the train text of a test has 91 tokens.* 92 .*model\.context_length=91"):
+    with pytest.raises(DataError, match=r"the training text of a test has 91 tokens.* 92 .*model\.context_length=91"):
         use(CACHE, 91, V)
     with pytest.raises(DataError, match=r"model\.vocab_size=999 is less than the 1000 ids"):
         use(CACHE, T, V - 1)

@@ -155,6 +155,7 @@ BAD_FILES = {
     "no JSON": ("a.jsonl", b'{"text": "x"}\n{"text": ', ["a.jsonl", "line 2", "not JSON"]),
     "a JSON list": ("a.json", b'[{"text": "x"}]', ["a.json", "line 1", "list", "object"]),
     "JSON in latin-1": ("a.jsonl", b'{"text": "x"}\n{"text": "\xe9"}', ["line 2", "not UTF-8", "byte 24"]),
+    "deep JSON": ("a.jsonl", b'{"text": "x"}\n' + b"[" * 100_000, ["a.jsonl", "line 2", "nested too deeply"]),
     "field missing": ("a.jsonl", b'{"body": "x", "id": 1}', ["line 1", "'text'", "'body'", "'id'"]),
     "field no string": ("a.jsonl", b'\n{"text": 3}', ["line 2", "'text'", "int", "string"]),
     "half a surrogate": ("a.jsonl", b'{"text": "a\\ud800"}', ["line 1", "surrogate", "character 1"]),
@@ -211,7 +212,7 @@ def test_a_library_file_that_cannot_be_read_is_named(tmp_path, monkeypatch):
         text(documents[0])
 
 
-@pytest.mark.parametrize(("fraction", "part"), [(1e-6, "validation"), (1 - 1e-6, "train")])
+@pytest.mark.parametrize(("fraction", "part"), [(1e-6, "validation"), (1 - 1e-6, "training")])
 def test_a_split_that_leaves_a_part_empty(tmp_path, fraction, part):
     path = write_lines(tmp_path / "a.jsonl", [{"text": "x"}] * 5)
     with pytest.raises(DataError) as error:

@@ -245,7 +245,7 @@ def test_a_part_without_tokens_is_named(config):
         def encode(self, text):
             return []
 
-    with pytest.raises(DataError, match=r"the train text of data.path=.* has no tokens"):
+    with pytest.raises(DataError, match=r"the training text of data.path=.* has no tokens"):
         prepare(change(config, add_bos=False, add_eos=False), Mute())
 
 

@@ -37,6 +37,15 @@ def test_resuming_cuts_back_to_the_restored_step(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
+def test_lines_that_are_no_rows_stay_as_they_are(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    notes = [b"# mine: \xff\r", b"", b'{"note": "x"}', b"3", b'{"step":  10}', b"[" * 100_000]
+    path.write_bytes(b"\n".join([*notes, b'{"step": 30}', b'{"step": 20}']))
+    MetricsFile(path, last_step=20).write({"step": 25})
+    assert path.read_bytes().split(b"\n") == [*notes, b'{"step": 20}', b'{"step": 25}', b""]
+    assert [row["step"] for row in read_rows(path)] == [10, 20, 25]
+
+
 def test_the_cut_replaces_the_file_as_a_whole(tmp_path, monkeypatch):
     path = tmp_path / "metrics.jsonl"
     MetricsFile(path).write({"step": 10})

@@ -24,7 +24,7 @@ from jaxtyping import Int64, Integer
 
 from zoo.config import DataConfig
 from zoo.data.lock import locked
-from zoo.data.sources import DataError, Document, Source, open_source, split_documents
+from zoo.data.sources import PART_NAMES, DataError, Document, Source, open_source, split_documents
 from zoo.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
 FORMAT = 1  # part of every key; another number for another layout or another meaning of the tokens
@@ -265,7 +265,8 @@ def _build(folder: pathlib.Path, source: Source, config: DataConfig, tokenizer: 
     meta = {part: writer.close() for part, writer in writers.items()}
     for part, counts in meta.items():
         if not counts["tokens"]:
-            raise DataError(f"the {part} text of {source.label} has no tokens; give more text or another data.split")
+            what = f"the {PART_NAMES[part]} text of {source.label}"
+            raise DataError(f"{what} has no tokens; give more text or another data.split")
     meta |= {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "source": source.label}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
@@ -302,4 +303,4 @@ def _map(place: pathlib.Path, part: str, meta: dict[str, Any], label: str) -> To
         raise ValueError(f"{place} is damaged")
     sizes = counts["text_bytes"], counts["gzip_bytes"]
     kind = meta["vocab_size"], meta["pad_id"]
-    return TokenCache(tokens, offsets, *sizes, *kind, f"the {part} text of {label}", counts["digest"])
+    return TokenCache(tokens, offsets, *sizes, *kind, f"the {PART_NAMES[part]} text of {label}", counts["digest"])

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 
 from zoo.config import DataConfig
 
+# What messages call the parts of a text.
+PART_NAMES = {"train": "training", "validation": "validation"}
+
 PIECE_BYTES = 1 << 16  # SentencePiece encodes pieces of a megabyte half as fast
 
 # Folders beside the standard library's source: its tests, packages that are not part of it, and pydoc's help,
@@ -241,6 +244,8 @@ def _json_text(line: bytes, where: str, offset: int, text_field: str) -> str:
     except ValueError as error:
         problem = str(error).replace("line 1 ", "")
         raise DataError(f"{where} is not JSON ({problem}); each line must be one whole JSON object") from None
+    except RecursionError:
+        raise DataError(f"{where} is nested too deeply to be read; each line must be one flat JSON object") from None
     if not isinstance(record, dict):
         raise DataError(f"{where} holds a {type(record).__name__}, not an object; each line must be one JSON object")
     if text_field not in record:
@@ -279,10 +284,10 @@ def split_documents(source: Source, config: DataConfig) -> Iterator[tuple[str, D
             yield part, piece
     if not count:
         raise DataError(f"{source.label} holds no text; give a file with text in it")
-    for part in ("train", "validation"):
+    for part, what in PART_NAMES.items():
         if part not in parts:
             raise DataError(
-                f"data.split={config.split!r} with {config.named('validation_fraction')} leaves no text for {part} "
+                f"data.split={config.split!r} with {config.named('validation_fraction')} leaves no text for {what} "
                 f"of the {count} document(s) of {source.label}; change the fraction, or set data.split=tail"
             )
 

@@ -27,15 +27,14 @@ class MetricsFile:
     def __init__(self, path: Path, last_step: int = 0):
         """Opens the file to go on after `last_step` finished steps.
 
-        Lines of later steps, and a line that a kill left half written, are cut off; the file is replaced
-        as a whole, so a kill meanwhile loses nothing.
+        Rows of later steps, and a line that a kill left half written, are cut off; other lines stay as they are. The
+        file is replaced as a whole, so a kill meanwhile loses nothing.
 
         Raises:
             RunError: the file cannot be written; the same holds for `write` and `close`.
         """
-        rows = [row for row in read_rows(path) if row["step"] <= last_step]
         with replacing(path) as draft:
-            draft.write_text("".join(map(_as_line, rows)), encoding="utf-8")
+            draft.write_bytes(_up_to(last_step, path.read_bytes()) if path.exists() else b"")
         self._path = path
         with writing(path):
             self._file = path.open("a", encoding="utf-8")
@@ -58,14 +57,23 @@ def read_rows(path: Path) -> list[Row]:
     """The rows of a metrics file; none where there is no file. A line that is no object with a step is left out."""
     if not path.exists():
         return []
-    with path.open(encoding="utf-8", errors="replace") as lines:
+    with path.open("rb") as lines:
         return [row for row in map(_as_row, lines) if row is not None]
 
 
-def _as_row(line: str) -> Row | None:
+def _up_to(last_step: int, text: bytes) -> bytes:
+    """The lines of a metrics file without rows of later steps, and without a last line that is half of a row."""
+    *lines, end = text.split(b"\n")
+    if _as_row(end) is not None:  # whole: an editor may have taken its line end
+        lines.append(end)
+    rows = ((line, _as_row(line)) for line in lines)
+    return b"".join(line + b"\n" for line, row in rows if row is None or row["step"] <= last_step)
+
+
+def _as_row(line: bytes) -> Row | None:
     try:
         row = json.loads(line)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) and isinstance(row.get("step"), int) else None
 
