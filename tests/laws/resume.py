@@ -15,7 +15,7 @@ from pathlib import Path
 
 from tests.train.records import assert_equal_runs
 
-STEPS = 300
+STEPS = 400
 CONFIG = """
 from zoo import DataConfig, Experiment, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig
 
