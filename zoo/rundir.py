@@ -7,6 +7,7 @@ metrics.jsonl   one JSON object a line
 events/         the same for TensorBoard
 samples/        text that the model wrote on the way
 loss.png, experts.png
+saved           there as soon as a checkpoint has been: without one, only a run that lacks it begins anew
 lock            held while a process trains here, and names it
 """
 
@@ -22,7 +23,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zoo.checkpoint import Checkpoints
+from zoo.checkpoint import Checkpoints, saved_steps
 from zoo.config import Experiment, from_dict, to_dict
 from zoo.data.cache import Corpus
 from zoo.data.lock import locked
@@ -163,6 +164,7 @@ class RunDir:
     samples = property(lambda self: self.path / "samples")
     loss = property(lambda self: self.path / "loss.png")
     experts = property(lambda self: self.path / "experts.png")
+    saved = property(lambda self: self.path / "saved")
     lock = property(lambda self: self.path / "lock")
 
     def record(self) -> Record | None:
@@ -201,6 +203,11 @@ class RunDir:
                 stack.enter_context(locked(self.lock, busy))
             yield
 
+    def mark_saved(self) -> None:
+        """Notes that there is a checkpoint, so that its loss is noticed; raises RunError as `writing` does."""
+        with writing(self.saved):
+            self.saved.touch()
+
     def begin(self, record: Record, tokenizer: Tokenizer) -> None:
         """Writes config.json and the tokenizer, or checks them where an earlier start has; within `held`.
 
@@ -227,7 +234,8 @@ def open_run(experiment: Experiment) -> RunDir:
     """The directory of an experiment, new or of an earlier start of the same one; writes nothing.
 
     Raises:
-        RunError: the directory holds another experiment, or files that are not a run's.
+        RunError: the directory holds another experiment, files that are not a run's, or a run whose checkpoints
+            are gone.
     """
     run = RunDir(Path(experiment.directory))
     if run.path.exists() and not run.path.is_dir():
@@ -241,6 +249,11 @@ def open_run(experiment: Experiment) -> RunDir:
     elif record.experiment.identity() != experiment.identity():
         other = another_experiment(record.experiment, experiment)
         raise RunError(f"{run.path} holds {other}; choose another --train.dir")
+    if run.saved.exists() and not saved_steps(run.checkpoints):
+        raise RunError(
+            f"{run.path} has been saved before, but {run.checkpoints} holds no checkpoint; put the checkpoints back, "
+            "or choose another --train.dir"
+        )
     return run
 
 

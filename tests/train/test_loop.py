@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from tests.train.records import assert_equal_runs, numbers
-from zoo.checkpoint import CheckpointError
+from zoo.checkpoint import CheckpointError, Checkpoints
 from zoo.config import ConfigError, DataConfig, DenseConfig, Experiment, ModelConfig, OptimizerConfig, TrainConfig
 from zoo.data.sources import DataError
 from zoo.rundir import RunDir, RunError, load
@@ -62,7 +62,7 @@ def test_a_run_leaves_everything_in_its_directory(whole):
     names = {p.name for p in whole.directory.iterdir()}
     assert names == {
         *("config.json", "tokenizer", "checkpoints", "metrics.jsonl", "events", "samples", "loss.png", "experts.png"),
-        "lock",
+        *("saved", "lock"),
     }
     assert (whole.directory / f"samples/step_{STEPS}.txt").read_text(encoding="utf-8").startswith("tree ")
     assert [int(p.name) for p in sorted((whole.directory / "checkpoints").iterdir())] == [4, 8, 12]
@@ -201,6 +201,55 @@ def test_a_checkpoint_of_another_run_is_not_gone_on_from(folder, whole):
         train(settings(folder, "mixed", seed=1))
     with pytest.raises(CheckpointError, match=words):
         load(folder / "mixed")
+
+
+@pytest.mark.parametrize("how", ["moved", "emptied"])
+def test_a_run_that_lost_its_checkpoints_is_left_as_it_is(folder, whole, how):
+    run = RunDir(folder / how)
+    shutil.copytree(whole.directory, run.path)
+    run.checkpoints.rename(folder / f"{how}-away")
+    if how == "emptied":
+        run.checkpoints.mkdir()
+    before = run.metrics.read_bytes()
+    with pytest.raises(RunError, match=r"has been saved before, but .*checkpoints holds no checkpoint; put .* back"):
+        train(settings(folder, how))
+    assert run.metrics.read_bytes() == before
+    shutil.copytree(folder / f"{how}-away", run.checkpoints, dirs_exist_ok=True)
+    assert train(settings(folder, how)).step == STEPS
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(folder, whole, monkeypatch):
+    """Though metrics.jsonl has rows, also of the step to be saved."""
+
+    def killed(*_, **__):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(loop.Loop, "save", killed)
+        train(settings(folder, "early"))
+    assert read_rows(folder / "early/metrics.jsonl")[-1]["step"] == SAVE_EVERY
+    train(settings(folder, "early"))
+    assert_equal_runs(folder / "early", whole.directory, STEPS)
+
+
+def test_the_loss_of_the_first_checkpoint_is_noticed_before_the_second(folder, monkeypatch):
+    real = MetricsFile.write
+
+    def write(self, row):
+        if row["step"] == SAVE_EVERY + 2:
+            raise KeyboardInterrupt
+        real(self, row)
+
+    def save(self, *args, **options):
+        Checkpoints.save(self.checkpoints, args[1], args[0], self.parts.record.values(), wait=True)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(MetricsFile, "write", write)
+        patch.setattr(loop.Loop, "save", save)
+        train(settings(folder, "first"))
+    shutil.rmtree(folder / "first/checkpoints")
+    with pytest.raises(RunError, match=r"has been saved before"):
+        train(settings(folder, "first"))
 
 
 def test_two_starts_at_once(folder, whole):

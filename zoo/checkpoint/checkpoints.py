@@ -39,6 +39,18 @@ class CheckpointError(OSError):
     """A checkpoint that cannot be written, or none that can be read; the message says what to do."""
 
 
+def saved_steps(directory: pathlib.Path) -> list[int]:
+    """The steps that have a checkpoint in a directory, good or bad, in order; none where there is no directory."""
+    if not directory.is_dir():
+        return []
+    found = (int(p.name) for p in directory.iterdir() if p.name.isdecimal() and p.is_dir())
+    return sorted(step for step in found if _path(directory, step).exists())
+
+
+def _path(directory: pathlib.Path, step: int) -> pathlib.Path:
+    return directory / f"{step:08d}"
+
+
 class Checkpoints:
     """The checkpoints in a directory, one subdirectory a step. Reading changes nothing in it.
 
@@ -68,10 +80,7 @@ class Checkpoints:
 
     def steps(self) -> list[int]:
         """The steps that have a checkpoint, good or bad, in order."""
-        if not self.directory.is_dir():
-            return []
-        found = (int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir())
-        return sorted(step for step in found if self._path(step).exists())
+        return saved_steps(self.directory)
 
     def save(self, step: int, state: Any, meta: dict[str, Any], wait: bool = False) -> None:
         """Starts to save `state` as the checkpoint of `step`; the caller may go on, and donate the state.
@@ -204,7 +213,7 @@ class Checkpoints:
         return state, body["meta"]
 
     def _path(self, step: int) -> pathlib.Path:
-        return self.directory / f"{step:08d}"
+        return _path(self.directory, step)
 
     def _make_way(self, step: int) -> None:
         if jax.process_index() == 0:

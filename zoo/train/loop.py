@@ -98,8 +98,10 @@ def finished(parts: Parts, step: int, screen: Screen) -> Result:
     directory = parts.directory
     screen.say(f"finished: {step} of {parts.experiment.train.steps} steps are done; raise --train.steps to go on")
     validation = _newest_validation(directory)
-    if jax.process_index() == 0 and not _newer(directory.loss, directory.metrics):
-        draw_pictures(directory.metrics, directory.loss, directory.experts)
+    if jax.process_index() == 0:
+        directory.mark_saved()  # a kill may have left that out too
+        if not _newer(directory.loss, directory.metrics):
+            draw_pictures(directory.metrics, directory.loss, directory.experts)
     return Result(directory.path, step, validation, None)
 
 
@@ -154,6 +156,7 @@ class Loop:
         self.eval_step = make_eval_step(parts.model, parts.layout)
         self.speed = Speed(parts)
         train = parts.corpus.train
+        self.marked = jax.process_index() != 0
         self.labels_per_byte = (len(train.tokens) - len(train.offsets) + 1) / train.text_bytes
 
     def run(self, state: TrainState, step: int) -> Result:
@@ -195,6 +198,7 @@ class Loop:
                 f"because gradient or loss were not finite; the state before them is saved in "
                 f"{self.parts.directory.checkpoints}; look at the text, or {_advice(self.parts.experiment)}"
             )
+        self._mark()
         self.speed.step_done(step)
         if step == 1 or step == self.settings.steps or step % self.settings.log_every == 0:
             self._log(step, jax.device_get(metrics))
@@ -298,6 +302,13 @@ class Loop:
             )
         self.recorder.flush()
         self.checkpoints.save(step, state, self.parts.record.values(), wait=wait)
+        self._mark()
+
+    def _mark(self) -> None:
+        """Once the first checkpoint is complete, which may be steps after its save began, the directory says so."""
+        if not self.marked and self.checkpoints.steps():
+            self.parts.directory.mark_saved()
+            self.marked = True
 
 
 def _advice(experiment: Experiment) -> str:
