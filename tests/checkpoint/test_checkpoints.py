@@ -1,6 +1,7 @@
 """A checkpoint comes back bit for bit, on any mesh, or not at all; what is wrong with one is said."""
 
 import pathlib
+import re
 import shutil
 import subprocess
 import sys
@@ -142,6 +143,12 @@ def damaged_files(directory):
     return sorted(p for p in (directory / "00000002").rglob("*") if p.is_file())
 
 
+REASONS = (
+    r"(is damaged: its (folder (state|meta)|(state|meta)/[\w./]+) cannot be read|is damaged: its manifest does not.*"
+    r"|is damaged: .* does not have the checksum .*|is of another model .*|was not written by this program)"
+)
+
+
 @pytest.mark.parametrize("how", ["flip", "truncate", "remove"])
 def test_damage_is_never_restored(copy, mesh, how):
     """Each file of the newest checkpoint in turn: either its state is whole all the same, or step 1 takes over."""
@@ -158,7 +165,7 @@ def test_damage_is_never_restored(copy, mesh, how):
             assert len(said) == (step == 1)
             if step == 1:
                 passed_over.add(path.relative_to(copy).parts[1])
-                assert "00000002 " in said[0] and "falling back" in said[0]
+                assert re.fullmatch(rf"checkpoint {copy}/00000002 {REASONS}; falling back to that of step 1", said[0])
         path.write_bytes(whole)
     assert {"state", "meta"} <= passed_over
 
@@ -204,6 +211,21 @@ def test_other_people_s_directories(copy, mesh):
     (copy / "12").mkdir()
     (step, _, _), said = restored(copy, make_state(2), mesh)
     assert step == 2 and len(said) == 2
+
+
+def test_nothing_is_announced_that_does_not_happen(copy, mesh):
+    """Where all are bad the error says so, and no fallback was said before."""
+    (copy / "00000002/meta/metadata").unlink()
+    (copy / "00000001/meta/metadata").unlink()
+    (copy / "00000001/meta/metadata").mkdir()
+    said = []
+    words = (
+        r"step 2 is damaged: its meta/metadata cannot be read; "
+        r"step 1 is damaged: its meta/metadata cannot be read \(Is a directory\); restore"
+    )
+    with pytest.raises(CheckpointError, match=words):
+        Checkpoints(copy, say=said.append).restore(abstract(make_state(2), mesh))
+    assert said == []
 
 
 def test_a_renamed_checkpoint(copy, mesh):
@@ -294,7 +316,9 @@ import numpy as np
 from zoo.checkpoint import CheckpointError, Checkpoints
 directory, limit = sys.argv[1], int(sys.argv[2])
 checkpoints = Checkpoints(directory)
-state = lambda step: {"x": np.random.default_rng(step).normal(size=(1 << 20,)).astype(np.float32)}
+size, n = int(sys.argv[3]), int(sys.argv[4])
+array = lambda step: np.random.default_rng(step).normal(size=(size,)).astype(np.float32)
+state = lambda step: {"x": array(step)} | {f"x{i}": array(i) for i in range(1, n)}
 checkpoints.save(1, state(1), {}, wait=True)
 print("saved 1", flush=True)
 if limit:
@@ -310,8 +334,8 @@ for step in range(2, 100):
 """
 
 
-def start(directory, limit=0):
-    command = [sys.executable, "-c", CHILD, str(directory), str(limit)]
+def start(directory, limit=0, size=1 << 20, n=1):
+    command = [sys.executable, "-c", CHILD, *map(str, (directory, limit, size, n))]
     return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -330,13 +354,14 @@ def test_killed_while_saving(tmp_path):
     assert not list(tmp_path.glob("*tmp*"))
 
 
-def test_a_full_disk(tmp_path):
+@pytest.mark.parametrize(("limit", "size", "n"), [(1 << 20, 1 << 20, 1), (1 << 14, 1 << 14, 60)])
+def test_a_full_disk(tmp_path, limit, size, n):
     """The error says what was needed, the last good checkpoint stays, and the next save works; nothing is on screen."""
-    child = start(tmp_path, limit=1 << 20)
+    child = start(tmp_path, limit, size, n)
     out, err = child.communicate(timeout=60)
     message = out.splitlines()[1]
-    assert message.startswith(f"the checkpoint of step 2 could not be saved to {tmp_path} (")
-    assert "it needs about 4,194,304 bytes and " in message
+    assert message.startswith(f"the checkpoint of step 2 could not be saved to {tmp_path} (File too large)")
+    assert f"it needs about {4 * size * n:,} bytes and " in message
     assert message.endswith("the last good checkpoint is that of step 1")
     assert err == ""
     assert Checkpoints(tmp_path).steps() == [1, 2]

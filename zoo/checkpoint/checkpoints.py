@@ -6,10 +6,10 @@ manifest: shape, dtype and checksum of every leaf, what the caller adds, and a d
 """
 
 import contextlib
+import functools
 import gc
 import logging
 import pathlib
-import re
 import shutil
 import sys
 import warnings
@@ -20,7 +20,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from zoo.checkpoint import leaves as on_device
-from zoo.checkpoint.manifest import Unusable, compare, compare_checksums, manifest, opened
+from zoo.checkpoint.manifest import Unusable, compare, compare_checksums, manifest, of_the_system, opened, unreadable
 from zoo.parallel.distributed import agree, barrier
 
 _TEMPORARY = ".orbax-checkpoint-tmp"
@@ -30,9 +30,22 @@ Foreign = Callable[[dict[str, Any]], str | None]
 Found = tuple[int, Any, dict[str, Any]]
 
 
-def _not_of_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs every step of a save and a traceback for every failure; what matters, `Checkpoints` raises or says."""
-    return "orbax" not in record.pathname
+@functools.cache
+def _quieten() -> None:
+    """Keeps the screen free of what goes on inside Orbax; what matters, `Checkpoints` raises or says.
+
+    Orbax logs every step of a save and a traceback for every failure. After the first write that fails it leaves the
+    others to themselves: asyncio logs their errors, and TensorStore's threads find the event loop closed.
+    """
+    logging.getLogger("absl").addFilter(lambda record: "orbax" not in record.pathname)
+    logging.getLogger("asyncio").addFilter(lambda record: "orbax" not in record.getMessage())
+    hook = sys.unraisablehook
+
+    def quiet(unraisable: Any) -> None:
+        if unraisable.object is not None or str(unraisable.exc_value) != "Event loop is closed":
+            hook(unraisable)
+
+    sys.unraisablehook = quiet
 
 
 class CheckpointError(OSError):
@@ -68,8 +81,7 @@ class Checkpoints:
         keep_every: int | None = None,
         say: Callable[[str], Any] = warnings.warn,
     ):
-        # The logger keeps one filter however often it is added.
-        logging.getLogger("absl").addFilter(_not_of_orbax)
+        _quieten()
         self.directory = pathlib.Path(directory).absolute()
         self._keep_last, self._keep_every, self._say = keep_last, keep_every, say
         self._orbax = ocp.AsyncCheckpointer(ocp.CompositeCheckpointHandler())
@@ -160,25 +172,23 @@ class Checkpoints:
     def _newest_good(self, abstract: Any, foreign: Foreign, within: str) -> Found | None:
         self.wait()
         candidates = self.steps()[::-1]
-        problems = []
+        problems: dict[int, str] = {}
         for step in candidates:
             state, meta, problem = self._attempt(step, abstract, foreign, within)
             if problem is None:
                 self._good = step
+                for bad, reason in problems.items():
+                    self._say(f"checkpoint {self._path(bad)} {reason}; falling back to that of step {step}")
                 return step, state, meta
-            problems.append(f"step {step} {problem}")
-            self._pass_over(step, problem, last=step == candidates[-1])
+            problems[step] = problem
+            self._bad.add(step)
         if problems:
+            reasons = "; ".join(f"step {step} {problem}" for step, problem in problems.items())
             raise CheckpointError(
-                f"no checkpoint in {self.directory} can be used: {'; '.join(problems)}; restore a copy of them, "
+                f"no checkpoint in {self.directory} can be used: {reasons}; restore a copy of them, "
                 "go back to the settings that they were made with, or choose another run directory"
             )
         return None
-
-    def _pass_over(self, step: int, problem: str, last: bool) -> None:
-        self._bad.add(step)
-        if not last:
-            self._say(f"checkpoint {self._path(step)} {problem}; falling back to the one before it")
 
     def _attempt(
         self, step: int, abstract: Any, foreign: Foreign, within: str
@@ -190,14 +200,14 @@ class Checkpoints:
                 state, meta = self._read(step, abstract, foreign, within)
         except Unusable as error:
             problem = str(error)
-        except Exception as error:  # whatever damaged files make Orbax, TensorStore or a decoder raise
+        except Exception as error:  # of `foreign`, or of devices that cannot hold the state
             problem = f"cannot be read ({_first_line(error)})"
         if not agree(problem is None):
             problem = problem or "cannot be read by another process"
         return state, meta, problem
 
     def _read(self, step: int, abstract: Any, foreign: Foreign, within: str) -> tuple[Any, dict[str, Any]]:
-        document = self._orbax.restore(self._path(step), args=ocp.args.Composite(meta=ocp.args.JsonRestore()))["meta"]
+        document = self._item(step, meta=ocp.args.JsonRestore())
         body = opened(document, step)
         if (other := foreign(body["meta"])) is not None:
             raise Unusable(f"belongs to {other}")
@@ -207,10 +217,20 @@ class Checkpoints:
         args = ocp.args.PyTreeRestore(
             wanted, restore_args=ocp.checkpoint_utils.construct_restore_args(wanted), partial_restore=bool(within)
         )
-        found = self._orbax.restore(self._path(step), args=ocp.args.Composite(state=args))["state"]
+        found = self._item(step, state=args)
         compare_checksums(saved, on_device.checksums(found))
         state = on_device.like(abstract, {name.removeprefix(within): leaf for name, leaf in found.items()})
         return state, body["meta"]
+
+    def _item(self, step: int, **args: Any) -> Any:
+        """What a checkpoint keeps under the one name in `args`; raises Unusable where its files are damaged."""
+        (name,) = args
+        try:
+            return self._orbax.restore(self._path(step), args=ocp.args.Composite(**args))[name]
+        except (jax.errors.JaxRuntimeError, MemoryError):
+            raise  # the fault of no file
+        except Exception as error:  # whatever damaged files make Orbax, TensorStore or a decoder raise
+            raise Unusable(unreadable(error, self._path(step), name)) from None
 
     def _path(self, step: int) -> pathlib.Path:
         return _path(self.directory, step)
@@ -284,8 +304,7 @@ def _existing(path: pathlib.Path) -> pathlib.Path:
 
 
 def _first_line(error: Exception) -> str:
+    if reason := of_the_system(error):
+        return reason
     line = next(iter(str(error).splitlines()), "")
-    # TensorStore names files and operations first and the reason last.
-    reason = re.search(r"([^:]*) \[os_error_code", line)
-    line = reason[1].strip() if reason else line
     return f"{type(error).__name__}: {line if len(line) < 160 else line[:160] + '...'}"

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pathlib
+import re
 from typing import Any
 
 
@@ -41,6 +43,24 @@ def opened(document: Any, step: int) -> dict[str, Any]:
     if body["step"] != step:
         raise Unusable(f"was saved as step {body['step']}")
     return body
+
+
+def unreadable(error: Exception, checkpoint: pathlib.Path, part: str) -> str:
+    """What a user can do something with, of what Orbax raised when it read a part of a checkpoint: which file."""
+    named = re.findall(re.escape(str(checkpoint)) + r"/([\w./-]*\w)", str(error))
+    file = max([part, *named], key=len)  # TensorStore names the folder, then the file in it
+    what = file if "/" in file else f"folder {file}"
+    reason = of_the_system(error)
+    return f"is damaged: its {what} cannot be read" + (f" ({reason})" if reason else "")
+
+
+def of_the_system(error: Exception) -> str | None:
+    """The system's own words for an error, such as "No space left on device", where it comes from there."""
+    if isinstance(error, OSError):
+        return error.strerror
+    # TensorStore names files and operations first and the reason last.
+    found = re.search(r"([^:]*) \[os_error_code", str(error))
+    return found[1].strip() if found else None
 
 
 def compare(saved: dict[str, Any], wanted: dict[str, Any]) -> None:
