@@ -1,5 +1,7 @@
 import dataclasses
 import json
+import os
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -107,10 +109,46 @@ def test_a_directory_with_something_else_is_refused_and_untouched(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
 
 
-def test_a_file_is_refused(tmp_path):
+def test_a_place_where_no_directory_can_be_is_refused(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    with pytest.raises(RunError, match=r"is a file"):
-        open_run(experiment(tmp_path / "file"))
+    (tmp_path / "link").symlink_to(tmp_path / "nowhere")
+    for name, words in (
+        ("file", r"train.dir=.*file' is a file"),
+        ("file/deep/run", r"train.dir=.*run' lies below .*file, which is a file"),
+        ("link", r"train.dir=.*link': .*link is a link to nothing"),
+        ("link/run", r"train.dir=.*link/run': .*link is a link to nothing"),
+    ):
+        with pytest.raises(RunError, match=words + r".* another --train.dir$"):
+            open_run(experiment(tmp_path / name))
+    # As on a file system mounted for reading, where root may not write either.
+    monkeypatch.setattr("os.access", lambda path, mode: mode == os.R_OK)
+    with pytest.raises(RunError, match=rf"{tmp_path} cannot be written to; make it writable, or choose another"):
+        open_run(experiment(tmp_path / "deep/run"))
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["file", "link"]
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "checkpoints", "events", "samples"])
+def test_a_file_in_a_folder_s_place_is_refused(run, name):
+    shutil.rmtree(run.path / name, ignore_errors=True)
+    (run.path / name).write_text("")
+    with pytest.raises(RunError, match=rf"{name} is not the folder that a run keeps there; move it, or choose another"):
+        open_run(experiment(run.path))
+
+
+@pytest.mark.parametrize("name", ["metrics.jsonl", "loss.png", "saved"])
+def test_a_folder_in_a_file_s_place_is_refused(run, name):
+    (run.path / name).mkdir()
+    with pytest.raises(RunError, match=rf"{name} is a folder, not the file of a run; move it, or choose another"):
+        open_run(experiment(run.path))
+
+
+def test_a_run_that_lost_its_checkpoints_is_not_begun_anew(run):
+    open_run(experiment(run.path))  # before its first checkpoint
+    run.mark_saved()
+    with pytest.raises(RunError, match=r"run has been saved before, but .*checkpoints holds no checkpoint; put"):
+        open_run(experiment(run.path))
+    (run.checkpoints / "00000004").mkdir(parents=True)
+    assert open_run(experiment(run.path)) == run
 
 
 @pytest.mark.parametrize("when", ["os.replace", "pathlib.Path.rename"])
@@ -142,10 +180,56 @@ def test_another_tokenizer_or_text_is_refused(run):
     assert run.record() == record(settings)
 
 
-@pytest.mark.parametrize("text", ["", "{}", "[1]", '{"experiment": {"nam": "x"}}'])
-def test_a_damaged_config_is_named(run, text):
+@pytest.mark.parametrize(
+    "text, words",
+    [
+        ("", "Expecting value"),
+        ("{}", "it has no field experiment"),
+        ("[1]", "it holds a list, not an object"),
+        ("[" * 100_000, "nested too deeply"),
+    ],
+)
+def test_a_damaged_config_is_named(run, text, words):
     run.config.write_text(text)
-    with pytest.raises(RunError, match=r"config.json does not describe a run"):
+    for start in (lambda: open_run(experiment(run.path)), lambda: load(run.path)):
+        with pytest.raises(RunError, match=rf"config.json does not describe a run \(.*{words}.*\); restore it"):
+            start()
+
+
+@pytest.mark.parametrize(
+    "name, value, words",
+    [
+        ("experiment", [], r"its field experiment is \[\]"),
+        ("experiment", {"nam": "x"}, "nam is not a field of Experiment"),
+        ("experiment", {"name": "x", "model": []}, "model"),
+        ("experiment", {"name": "x", "model": {"d_model": "wide"}}, "d_model"),
+        ("vocab_size", "x", 'its field vocab_size is "x"'),
+        ("tokenizer", None, "its field tokenizer is null"),
+        ("tokens", 3, "its field tokens is 3"),
+        ("tokens", [1, 2, 3], r"its field tokens is \[1, 2, 3\]"),
+        ("text", ["a", 1], r'its field text is \["a", 1\]'),
+    ],
+)
+def test_an_edited_config_is_named_with_the_field(run, name, value, words):
+    run.config.write_text(json.dumps(json.loads(run.config.read_text()) | {name: value}))
+    for start in (lambda: open_run(experiment(run.path)), lambda: load(run.path)):
+        with pytest.raises(RunError, match=rf"config.json does not describe a run \(.*{words}.*\); restore it"):
+            start()
+
+
+def test_a_config_that_cannot_be_read_is_named(run):
+    run.config.unlink()
+    run.config.mkdir()
+    with pytest.raises(RunError, match=r"config.json cannot be read \(Is a directory\); restore it"):
+        load(run.path)
+    with pytest.raises(RunError, match=r"config.json is a folder, not the file of a run; move it"):
+        open_run(experiment(run.path))
+
+
+def test_a_run_that_lost_its_config_is_told_from_other_people_s_files(run):
+    run.config.unlink()
+    run.checkpoints.mkdir()
+    with pytest.raises(RunError, match=r"run has checkpoints but no config.json; restore it, or choose another"):
         open_run(experiment(run.path))
 
 
@@ -182,7 +266,7 @@ def test_load_refuses_checkpoints_of_another_run(run, capsys):
     got = load(run.path)
     said = capsys.readouterr().err
     assert "00000002 belongs to a run with another tokenizer" in said
-    assert "00000003 belongs to a run that this program does not know (KeyError('experiment'))" in said
+    assert "00000003 belongs to a run that this program does not know (it has no field experiment)" in said
     assert "00000004 belongs to another experiment (data.vocab_size is 99 there and 2048 here)" in said
     jax.tree.map(np.testing.assert_array_equal, got.params, want)
 

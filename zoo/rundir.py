@@ -63,8 +63,8 @@ class Record(NamedTuple):
         """From the `values` of a record, what it belongs to instead of this run; None where it belongs to it."""
         try:
             return difference(_read_record(values), self)
-        except (ValueError, KeyError, TypeError) as error:
-            return f"a run that this program does not know ({error!r})"
+        except ValueError as error:
+            return f"a run that this program does not know ({error})"
 
 
 def make_record(experiment: Experiment, corpus: Corpus) -> Record:
@@ -75,11 +75,30 @@ def make_record(experiment: Experiment, corpus: Corpus) -> Record:
     return Record(experiment, vocab_size, tokenizer.fingerprint, tokens, text)
 
 
-def _read_record(values: dict[str, Any]) -> Record:
-    """Raises ValueError, KeyError or TypeError where these are not the values of a record."""
-    experiment = from_dict(Experiment, values["experiment"])
+_FIELDS = {"experiment": dict, "vocab_size": int, "tokenizer": str, "tokens": [int, int], "text": [str, str]}
+
+
+def _read_record(values: Any) -> Record:
+    """Raises ValueError where these are not the values of a record."""
+    if not isinstance(values, dict):
+        raise ValueError(f"it holds a {type(values).__name__}, not an object")
+    for name, kind in _FIELDS.items():
+        if name not in values:
+            raise ValueError(f"it has no field {name}")
+        if not _fits(values[name], kind):
+            raise ValueError(f"its field {name} is {json.dumps(values[name])[:40]}")
+    try:
+        experiment = from_dict(Experiment, values["experiment"])
+    except (AttributeError, TypeError) as error:  # a list, say, where a section belongs
+        raise ValueError(f"its field experiment is damaged: {error}") from None
     tokens, text = tuple(values["tokens"]), tuple(values["text"])
     return Record(experiment, values["vocab_size"], values["tokenizer"], tokens, text)
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    if isinstance(kind, list):
+        return isinstance(value, list | tuple) and list(map(type, value)) == kind
+    return type(value) is kind
 
 
 def difference(there: Record, here: Record) -> str | None:
@@ -177,10 +196,13 @@ class RunDir:
             return None
         try:
             return _read_record(json.loads(self.config.read_text(encoding="utf-8")))
-        except (ValueError, KeyError, TypeError) as error:
-            raise RunError(
-                f"{self.config} does not describe a run ({error}); restore it or choose another directory"
-            ) from None
+        except OSError as error:
+            problem = f"cannot be read ({error.strerror})"
+        except RecursionError:
+            problem = "does not describe a run (it is nested too deeply)"
+        except ValueError as error:
+            problem = f"does not describe a run ({error})"
+        raise RunError(f"{self.config} {problem}; restore it or choose another directory")
 
     def open_tokenizer(self) -> Tokenizer | None:
         """The run's tokenizer; None before it has one. Raises DataError where its files are damaged."""
@@ -234,18 +256,14 @@ def open_run(experiment: Experiment) -> RunDir:
     """The directory of an experiment, new or of an earlier start of the same one; writes nothing.
 
     Raises:
-        RunError: the directory holds another experiment, files that are not a run's, or a run whose checkpoints
-            are gone.
+        RunError: the directory cannot be made or written to, or it holds another experiment, files that are not a
+            run's, or a run whose checkpoints are gone.
     """
     run = RunDir(Path(experiment.directory))
-    if run.path.exists() and not run.path.is_dir():
-        raise RunError(f"train.dir={str(run.path)!r} is a file; choose another --train.dir")
+    _check_place(run)
     record = run.record()
     if record is None:
-        found = run.path.iterdir() if run.path.exists() else ()
-        strange = sorted(p.name for p in found if p.suffix != _DRAFT and p != run.lock)
-        if strange:
-            raise RunError(f"{run.path} is not a run but holds {strange[0]}; choose another --train.dir")
+        _check_empty(run)
     elif record.experiment.identity() != experiment.identity():
         other = another_experiment(record.experiment, experiment)
         raise RunError(f"{run.path} holds {other}; choose another --train.dir")
@@ -255,6 +273,35 @@ def open_run(experiment: Experiment) -> RunDir:
             "or choose another --train.dir"
         )
     return run
+
+
+def _check_place(run: RunDir) -> None:
+    """Raises RunError where the directory could not be made or written to, or has a file in a folder's place."""
+    place = next(p for p in (run.path.absolute(), *run.path.absolute().parents) if os.path.lexists(p))
+    label = f"train.dir={str(run.path)!r}"
+    if not place.exists():
+        raise RunError(f"{label}: {place} is a link to nothing; mend it, or choose another --train.dir")
+    if not place.is_dir():
+        where = "is a file" if place == run.path.absolute() else f"lies below {place}, which is a file"
+        raise RunError(f"{label} {where}; choose another --train.dir")
+    if not os.access(place, os.W_OK | os.X_OK):
+        raise RunError(f"{label}: {place} cannot be written to; make it writable, or choose another --train.dir")
+    for path in (run.tokenizer, run.checkpoints, run.events, run.samples):
+        if os.path.lexists(path) and not path.is_dir():
+            raise RunError(f"{path} is not the folder that a run keeps there; move it, or choose another --train.dir")
+    for path in (run.config, run.metrics, run.loss, run.experts, run.saved, run.lock):
+        if path.is_dir():
+            raise RunError(f"{path} is a folder, not the file of a run; move it, or choose another --train.dir")
+
+
+def _check_empty(run: RunDir) -> None:
+    """Raises RunError where a directory without config.json holds anything that a kill would not have left."""
+    found = sorted(p.name for p in run.path.iterdir()) if run.path.exists() else []
+    strange = [name for name in found if not name.endswith(_DRAFT) and name != run.lock.name]
+    if run.checkpoints.name in strange:
+        raise RunError(f"{run.path} has checkpoints but no config.json; restore it, or choose another --train.dir")
+    if strange:
+        raise RunError(f"{run.path} is not a run but holds {strange[0]}; choose another --train.dir")
 
 
 def with_vocabulary(experiment: Experiment, vocab_size: int) -> Experiment:

@@ -168,6 +168,12 @@ def test_a_file_that_is_no_model_is_refused_without_noise(tmp_path, capfd, conte
     assert capfd.readouterr() == ("", "")
 
 
+def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
+    (tmp_path / "tokenizer").write_text("")
+    with pytest.raises(DataError, match=r"tokenizer.json cannot be read \(Not a directory\); restore"):
+        load_tokenizer(tmp_path / "tokenizer")
+
+
 def test_a_missing_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"data\.tokenizer_model='.*none' cannot be read \(No such file"):
         make_tokenizer(DataConfig(tokenizer_model=str(tmp_path / "none")), ())

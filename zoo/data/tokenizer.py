@@ -230,6 +230,8 @@ def load_tokenizer(directory: str | os.PathLike[str]) -> Tokenizer:
         whole = tokenizer.fingerprint == record["fingerprint"]
     except FileNotFoundError as error:
         raise DataError(f"{folder} holds no tokenizer: {error.filename} is missing") from None
+    except OSError as error:
+        raise DataError(f"{error.filename} cannot be read ({error.strerror}); restore the tokenizer's files") from None
     except (ValueError, KeyError, TypeError, RuntimeError) as error:
         raise DataError(f"the tokenizer in {folder} is damaged ({error}); restore its files") from None
     if not whole:
