@@ -9,7 +9,7 @@ RUN := runs/quickstart
 
 quickstart: .venv/installed
 	@$(BIN)/python train.py --config configs/quickstart.py
-	@$(BIN)/zoo generate --model $(RUN) --prompt "def " --max-tokens 200
+	@$(BIN)/zoo generate --model $(RUN) --prompt "def " --max-tokens 200 --temperature 0.5
 
 test: .venv/tools
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
@@ -26,11 +26,11 @@ lint: .venv/tools
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e .
 	@touch $@
 
 .venv/tools: .venv/installed
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[test]"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $@
 
 clean:
