@@ -8,7 +8,7 @@ from jaxtyping import Array, Float
 def linear(x: Float[Array, "..."], w: Float[Array, "..."], n_inputs: int = 1) -> Float[Array, "..."]:
     """x contracted over its last `n_inputs` dimensions with the first ones of w: [*N, *D] and [*D, *F] give [*N, *F].
 
-    As one product of two flat matrices: with more dimensions, XLA's CPU backend takes twice as long for the
+    As one product of two flat matrices: with more dimensions, XLA's CPU backend takes nearly twice as long for the
     gradients (benchmarks/linear.py).
     """
     rows, width = x.shape[: x.ndim - n_inputs], math.prod(w.shape[:n_inputs])
