@@ -186,7 +186,11 @@ class MeshConfig(Section):
         for name in self.axes:
             self.require(getattr(self, name) == -1 or getattr(self, name) >= 1, name, "must be positive, or -1")
         open_axes = [name for name in self.axes if getattr(self, name) == -1]
-        self.require(len(open_axes) <= 1, "data", f"and others are -1 ({', '.join(open_axes)}); at most one may be")
+        self.require(
+            len(open_axes) <= 1,
+            "data",
+            f"and others are -1 ({', '.join(open_axes)}); at most one may be, so give the others a number",
+        )
 
 
 @dataclass(frozen=True)
