@@ -16,6 +16,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zoo.kernels.glu import glu
+
 
 def grouped_matmul_reference(
     x: Float[Array, "N D"], w: Float[Array, "E D F"], counts: Int[Array, "E"]
@@ -39,7 +41,7 @@ def grouped_ffn_reference(
     """The plain form of `grouped_ffn`."""
     up = grouped_matmul_reference(x, w_up, counts)
     gate = None if w_gate is None else grouped_matmul_reference(x, w_gate, counts)
-    hidden = _hidden(activation, gate, up)
+    hidden = glu(activation, gate, up)
     return grouped_matmul_reference((hidden * scale).astype(x.dtype), w_down, counts)
 
 
@@ -86,10 +88,6 @@ def grouped_ffn(
     return _grouped_ffn_forward(x, scale, w_gate, w_up, w_down, counts, activation)[0]
 
 
-def _hidden(activation: Callable[[Array], Array], gate: Array | None, up: Array) -> Array:
-    return activation(up) if gate is None else activation(gate) * up
-
-
 def _grouped_ffn_forward(
     x: Array, scale: Array, w_gate: Array | None, w_up: Array, w_down: Array, counts: Array, activation: Callable
 ) -> tuple[Array, tuple]:
@@ -99,7 +97,7 @@ def _grouped_ffn_forward(
         (w_gate, w_up, w_down), (x, scale) = weights, rows
         up = x @ w_up
         gate = None if w_gate is None else x @ w_gate
-        hidden = (_hidden(activation, gate, up) * scale).astype(x.dtype)
+        hidden = (glu(activation, gate, up) * scale).astype(x.dtype)
         return (hidden @ w_down, gate, up), None
 
     inner = _like(x, w_up.shape[2:])
@@ -113,7 +111,7 @@ def _grouped_ffn_backward(activation: Callable, residuals: tuple, g: Array) -> t
 
     def block(weights: tuple, rows: tuple) -> tuple[tuple, tuple]:
         (w_gate, w_up, w_down), (x, scale, gate, up, g) = weights, rows
-        hidden, pull = jax.vjp(partial(_hidden, activation), gate, up)
+        hidden, pull = jax.vjp(partial(glu, activation), gate, up)
         d_scaled = g @ w_down.T
         d_scale = jnp.sum(d_scaled.astype(scale.dtype) * hidden.astype(scale.dtype), axis=1, keepdims=True)
         d_gate, d_up = pull((d_scaled * scale).astype(hidden.dtype))

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from zoo.config import Activation, BlockConfig
+from zoo.kernels.glu import glu
 from zoo.kernels.linear import linear
 from zoo.layers.initializers import output_init
 from zoo.layers.logical import Constrain, declare, unconstrained
@@ -34,9 +35,8 @@ def ffn(
 
     Source: GLU variants, arXiv 2002.05202, equations 5 and 6 ("silu" with a gate is SwiGLU).
     """
-    act = ACTIVATIONS[activation]
-    up = linear(x, w_up)
-    hidden = act(up) if w_gate is None else act(linear(x, w_gate)) * up
+    gate = None if w_gate is None else linear(x, w_gate)
+    hidden = glu(ACTIVATIONS[activation], gate, linear(x, w_up))
     return linear(constrain(hidden), w_down)
 
 

@@ -6,6 +6,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.config import Activation, BlockConfig, DenseConfig
+from zoo.kernels.glu import glu
 from zoo.layers.ffn import ACTIVATIONS, FFN
 from zoo.layers.logical import Constrain, unconstrained
 from zoo.layers.moe.experts import ExpertParams, declare_experts
@@ -20,8 +21,8 @@ def dense_experts(
     The weights multiply the hidden units in float32, which is the same since FFN_e is linear in them.
     """
     up = jnp.einsum("BTD,EDF->BTEF", x, params.w_up)
-    act = ACTIVATIONS[activation]
-    hidden = act(up) if params.w_gate is None else act(jnp.einsum("BTD,EDF->BTEF", x, params.w_gate)) * up
+    gate = None if params.w_gate is None else jnp.einsum("BTD,EDF->BTEF", x, params.w_gate)
+    hidden = glu(ACTIVATIONS[activation], gate, up)
     hidden = (hidden * weights[..., None]).astype(x.dtype)
     return jnp.einsum("BTEF,EFD->BTD", hidden, params.w_down)
 
