@@ -18,9 +18,9 @@ config = Experiment(
         d_ff=512,
         activation="relu2",
         glu=False,
-        qk_norm=True,
+        qk_norm="head",
         tie_embeddings=False,
-        zero_init_out=True,
+        out_init="zero",
         unroll=True,
     ),
     data=DataConfig(

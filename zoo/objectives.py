@@ -160,8 +160,7 @@ def auxiliary_losses(routing: Any, config: ModelConfig) -> dict[str, Float[Array
     layers = moe_layers(routing)
     if layers is None:
         return {}
-    top_k = getattr(config.moe, "top_k", 1)
-    return {"balance": balance_loss(layers, top_k).mean(), "z": z_loss(layers).mean()}
+    return {"balance": balance_loss(layers, config.moe.k).mean(), "z": z_loss(layers).mean()}
 
 
 def auxiliary_loss(routing: Any, config: ModelConfig) -> Float[Array, ""]:

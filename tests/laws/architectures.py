@@ -21,7 +21,7 @@ ARCHITECTURES: dict[str, ModelConfig] = {
         moe=SparseConfig(**_EXPERTS, top_k=1, renormalize=False),
         activation="relu2",
         glu=False,
-        qk_norm=True,
+        qk_norm="head",
         tie_embeddings=False,
     ),
     "dense": ModelConfig(**_SIZES, n_kv_heads=2, moe=DenseConfig(**_EXPERTS, balance_weight=0.01), activation="gelu"),

@@ -5,9 +5,18 @@ from the others", so that overriding one field never leaves a stale copy in anot
 resolves every derived value, once, into the stages of blocks that the layers read.
 """
 
-from zoo.config.experiment import DataConfig, Experiment, MeshConfig, OptimizerConfig, TrainConfig
+from zoo.config.block import Activation, Block, BlockConfig, Dtype, Norm, Stage
+from zoo.config.experiment import DataConfig, Experiment, MeshConfig, OptimizerConfig, Source, TrainConfig
 from zoo.config.mixture import MIXTURES, DenseConfig, Mixture, MixtureConfig, SoftConfig, SparseConfig, as_mixture
-from zoo.config.model import Activation, Block, BlockConfig, Dtype, ModelConfig, Remat, Stage
+from zoo.config.model import ModelConfig, Remat
+from zoo.config.position import (
+    DynamicNTKScaling,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
+    RopeScaling,
+    YarnScaling,
+)
 from zoo.config.section import ConfigError, nearest
 from zoo.config.serialize import from_dict, to_dict
 
@@ -20,17 +29,25 @@ __all__ = [
     "DataConfig",
     "DenseConfig",
     "Dtype",
+    "DynamicNTKScaling",
     "Experiment",
+    "LinearScaling",
+    "Llama3Scaling",
+    "LongRopeScaling",
     "MeshConfig",
     "Mixture",
     "MixtureConfig",
     "ModelConfig",
+    "Norm",
     "OptimizerConfig",
     "Remat",
+    "RopeScaling",
     "SoftConfig",
+    "Source",
     "SparseConfig",
     "Stage",
     "TrainConfig",
+    "YarnScaling",
     "as_mixture",
     "from_dict",
     "nearest",

@@ -12,13 +12,37 @@ from zoo.config.serialize import to_dict
 
 
 @dataclass(frozen=True)
+class Source(Section):
+    """One of several sources of text.
+
+    Attributes:
+        path: as DataConfig.path.
+        weight: its share of the training windows, relative to the other sources'.
+        text_field: as DataConfig.text_field.
+    """
+
+    path: str
+    weight: float = 1.0
+    text_field: str = "text"
+
+    section: ClassVar[str] = "data.sources"
+
+    def __post_init__(self):
+        super().__post_init__()
+        self.require(self.weight > 0, "weight", "must be positive")
+
+
+@dataclass(frozen=True)
 class DataConfig(Section):
     """Where the text comes from and how it becomes tokens.
 
     Attributes:
-        path: a file or a glob of text (.txt, any other ending, or .gz of it) or JSON lines (.jsonl, .json,
-            also .gz); None reads the Python standard library's own source text.
-        text_field: the field of a JSON line that holds its text.
+        path: a file or a glob of text (.txt, or any other ending), JSON lines (.jsonl, .json) or Parquet
+            (.parquet), the first two also with .gz or .zst; or hf://NAME[/CONFIG][:SPLIT] for Hugging Face
+            datasets; None reads the Python standard library's own source text.
+        text_field: the field of a JSON line, or the column, that holds the text.
+        sources: several sources instead of `path`, drawn from by weight.
+        documents: "packed" one after another into windows, or "truncated" to one window each.
         validation_fraction: share of the data kept for validation.
         split: "document" sends whole documents to validation by a hash of their name, the same ones every
             time; "tail" takes the last part of every document; "auto" is "tail" for a single document.
@@ -32,6 +56,8 @@ class DataConfig(Section):
 
     path: str | None = None
     text_field: str = "text"
+    sources: tuple[Source, ...] = ()
+    documents: Literal["packed", "truncated"] = "packed"
     validation_fraction: float = 0.05
     split: Literal["auto", "document", "tail"] = "auto"
     tokenizer: Literal["sentencepiece", "bytes", "characters"] = "sentencepiece"
@@ -54,6 +80,11 @@ class DataConfig(Section):
             "tokenizer_model",
             f"needs data.tokenizer='sentencepiece', not {self.named('tokenizer')}",
         )
+        self.require(not self.sources or self.path is None, "path", "stands beside data.sources; give one of them")
+        paths = [source.path for source in self.sources]
+        self.require(
+            len(set(paths)) == len(paths), "sources", "holds the same path twice; give it the sum of the weights"
+        )
 
 
 @dataclass(frozen=True)
@@ -61,8 +92,9 @@ class OptimizerConfig(Section):
     """The update rule and its learning rate.
 
     Attributes:
-        name: "adamw", or "muon" for matrices with AdamW for everything else.
-        learning_rate: peak rate of AdamW.
+        name: "adamw", "lion" (arXiv 2302.06675), "adafactor" (arXiv 1804.04235), or "muon" for matrices with AdamW
+            for everything else.
+        learning_rate: peak rate of AdamW, Lion or Adafactor.
         muon_learning_rate: peak rate of Muon.
         beta1: of AdamW (arXiv 1711.05101): how much of the mean gradient a step keeps.
         beta2: of AdamW: how much of the mean squared gradient a step keeps.
@@ -70,14 +102,16 @@ class OptimizerConfig(Section):
         muon_momentum: of Muon: how much of the momentum a step keeps.
         weight_decay: decoupled, on matrices only.
         clip_norm: the gradient is scaled down to this global norm; None leaves it.
-        schedule: "cosine" after warm-up, or "wsd": warm-up, stable, linear decay.
+        schedule: after warm-up: "cosine", "linear", "constant", or "wsd": stable, then a linear decay.
         warmup_steps: W; step t < W uses the rate times (t + 1) / W.
         min_ratio: the lowest rate as a share of the peak.
         decay_fraction: the last share of the steps, over which "wsd" decays.
         final_decay_steps: the last steps, over which any schedule falls linearly to zero.
+        ema_decay: share that the running mean of the parameters keeps at a step; evaluation, samples and generation
+            use that mean. None keeps none.
     """
 
-    name: Literal["adamw", "muon"] = "adamw"
+    name: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
     learning_rate: float = 1e-3
     muon_learning_rate: float = 0.02
     beta1: float = 0.9
@@ -86,11 +120,12 @@ class OptimizerConfig(Section):
     muon_momentum: float = 0.95
     weight_decay: float = 0.1
     clip_norm: float | None = 1.0
-    schedule: Literal["cosine", "wsd"] = "cosine"
+    schedule: Literal["cosine", "linear", "constant", "wsd"] = "cosine"
     warmup_steps: int = 100
     min_ratio: float = 0.1
     decay_fraction: float = 0.2
     final_decay_steps: int = 0
+    ema_decay: float | None = None
 
     section: ClassVar[str] = "optimizer"
 
@@ -102,6 +137,8 @@ class OptimizerConfig(Section):
         self.require(self.clip_norm is None or self.clip_norm > 0, "clip_norm", "must be positive, or None")
         self.require_between(0, 0.99999, "beta1", "beta2", "muon_momentum")
         self.require_between(0, 1, "min_ratio", "decay_fraction")
+        ema = self.ema_decay
+        self.require(ema is None or 0 < ema < 1, "ema_decay", "must lie between 0 and 1, both excluded, or be None")
         self.require_at_least(0, "warmup_steps", "weight_decay", "final_decay_steps")
 
 
@@ -126,6 +163,7 @@ class TrainConfig(Section):
         sample_prompt: the text that samples go on from.
         sample_tokens: the length of a sample.
         tensorboard: write events for TensorBoard.
+        wandb: the Weights & Biases project to send metrics to; None sends none. Needs the package wandb.
     """
 
     dir: str | None = None
@@ -144,6 +182,7 @@ class TrainConfig(Section):
     sample_prompt: str = ""
     sample_tokens: int = 200
     tensorboard: bool = True
+    wandb: str | None = None
 
     section: ClassVar[str] = "train"
 

@@ -6,65 +6,26 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from zoo.config.block import (
+    Activation,
+    Block,
+    BlockConfig,
+    Dtype,
+    Init,
+    Norm,
+    NormPlacement,
+    OutInit,
+    Parallel,
+    Position,
+    Projection,
+    QKNorm,
+    Stage,
+)
 from zoo.config.mixture import Mixture
+from zoo.config.position import LongRopeScaling, RopeScaling
 from zoo.config.section import Section
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu", "relu2"]
-Dtype = Literal["float32", "bfloat16"]
 Remat = Literal["none", "full", "dots", "dots_no_batch"]
-
-
-@dataclass(frozen=True)
-class Block(Section):
-    """What one block of the pattern does otherwise than the model's shared fields say.
-
-    Attributes:
-        mixture: use the model's mixture of experts, where it has one; False for a plain FFN.
-        window: attend to the last `window` tokens only, the token itself included; None for all.
-    """
-
-    mixture: bool = True
-    window: int | None = None
-
-    section: ClassVar[str] = "model.pattern"
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.require_at_least(1, "window")
-
-
-@dataclass(frozen=True)
-class BlockConfig:
-    """One block with every value resolved: what the layers read.
-
-    Attributes: as in ModelConfig and Block; `moe` is None for a plain FFN of width `d_ff`.
-    """
-
-    d_model: int
-    n_heads: int
-    n_kv_heads: int
-    head_dim: int
-    d_ff: int
-    moe: Mixture | None
-    window: int | None
-    activation: Activation
-    glu: bool
-    qk_norm: bool
-    rope_theta: float
-    norm_eps: float
-    dropout: float
-    init_std: float
-    zero_init_out: bool
-    param_dtype: Dtype
-    compute_dtype: Dtype
-
-
-@dataclass(frozen=True)
-class Stage:
-    """A pattern of blocks, repeated `repeat` times and scanned."""
-
-    repeat: int
-    blocks: tuple[BlockConfig, ...]
 
 
 @dataclass(frozen=True)
@@ -73,25 +34,63 @@ class ModelConfig(Section):
 
     Attributes:
         vocab_size: V; None takes it from the tokenizer.
+        vocab_multiple: the tables are padded to a multiple of this many rows, so that they divide among devices;
+            padded rows are never predicted.
         context_length: the longest sequence, in tokens, that the model is meant for.
         d_model: D, width of the residual stream.
         n_layers: L, number of blocks.
         n_heads: H, query heads.
         n_kv_heads: K, key and value heads, a divisor of H; None means H (multi-head), 1 is multi-query.
-        head_dim: h, width of a head, even; None means D / H.
-        d_ff: F, hidden width of a plain FFN; None means 8/3 D for a GLU and 4 D otherwise, up to a multiple of 32.
+        head_dim: h, width of a head; None means D / H.
+        d_ff: F, hidden width of a plain FFN; None means 8/3 D for a GLU and 4 D otherwise, up to a multiple of
+            d_ff_multiple.
+        d_ff_multiple: of a derived d_ff.
         moe: the mixture of experts, or None for plain FFNs.
         prefix: blocks before the pattern (DeepSeek's dense first layers).
         pattern: blocks repeated until there are n_layers of them.
-        activation: of the FFN and of the experts.
+        attention_bias: the projections of attention that have a bias, among q, k, v and o.
+        qk_norm: the norm of queries and keys before the rotation, without a bias: of each head ("head",
+            arXiv 2302.05442) or over all heads together ("full", OLMoE, arXiv 2409.02060).
+        attention_scale: multiplies the scores; None means 1 / sqrt(head_dim).
+        attention_softcap: c, scores become c tanh(score / c) before the mask (Gemma 2, arXiv 2408.00118).
+        attention_sinks: a learned score per head that takes part in the softmax and has no value (gpt-oss,
+            arXiv 2508.10925).
+        position: rotary ("rope", arXiv 2104.09864), "alibi" (arXiv 2108.12409), "sinusoidal" (arXiv 1706.03762),
+            a "learned" table, or "none".
+        position_rows: rows of the learned table; None means context_length.
+        position_offset: rows of the learned table ahead of those of positions (OPT has 2).
+        rope_theta: base of the rotary frequencies.
+        rope_fraction: the share of a head's components that turn, the first ones (GPT-NeoX has 0.25).
+        rope_interleaved: turn neighbours (x_2i, x_2i+1) instead of (x_i, x_i+n/2).
+        rope_scaling: how frequencies change for longer contexts; None leaves them.
+        activation: of the FFN and of the experts; "swish" is x sigmoid(beta x), "silu" the same with beta 1,
+            "swish_learned" learns beta, one number per FFN or expert.
+        swish_beta: beta, or where it starts.
         glu: gated FFN, down(act(gate(x)) * up(x)); otherwise down(act(up(x))).
-        qk_norm: RMSNorm of each query and key head, before the rotation (arXiv 2302.05442).
-        rope_theta: base of the rotary frequencies (arXiv 2104.09864).
-        norm_eps: epsilon of RMSNorm.
+        glu_clamp: c, gpt-oss's form of a GLU: act(min(gate, c)) * (clip(up, -c, c) + 1); None for the plain one.
+        ffn_bias: biases in the FFN and in the experts.
+        norm: "rmsnorm" (arXiv 1910.07467) or "layernorm" (arXiv 1607.06450).
+        norm_eps: added to the mean square or variance.
+        norm_bias: a norm adds a bias.
+        norm_unit_offset: a norm multiplies by 1 + scale, with scale starting at 0 (Gemma).
+        norm_placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), or "deepnorm"
+            norm(alpha x + f(x)) with alpha = (2 L)^(1/4) (arXiv 2203.00555).
+        parallel: attention and FFN both read the block's input and are added together: behind "one_norm" (PaLM,
+            Falcon-7B) or "two_norms" (GPT-NeoX); None for one after the other.
+        embedding_scale: multiply embeddings by sqrt(D).
+        embedding_norm: a norm right after the embedding (BLOOM).
         tie_embeddings: the head uses the embedding table.
-        dropout: rate on the output of every attention and FFN, in training.
-        init_std: standard deviation of the normal initializers.
-        zero_init_out: start the output projections of attention and FFN at zero.
+        head_bias: the head adds a bias.
+        logit_softcap: c, logits become c tanh(logit / c).
+        logit_z_weight: weight of the mean squared logsumexp of the logits in the training loss (PaLM,
+            arXiv 2204.02311, section 5).
+        dropout: rate on the embedding and on the output of every attention and FFN, in training.
+        attention_dropout: rate on the attention weights, in training.
+        init: of matrices: "normal" and "truncated_normal" (at two deviations) of init_std, "scaled_normal" of
+            1 / sqrt(inputs), "deepnorm": Xavier's with the gain (8 L)^(-1/4) on value, output and FFN weights.
+        init_std: standard deviation of the initializers.
+        out_init: the projections that write to the residual stream start like the others ("same"), at
+            1 / sqrt(2 L) of that ("gpt2"), or at "zero".
         param_dtype: of the parameters.
         compute_dtype: of the matrix products; norms, softmax, router and loss stay in float32.
         remat: what the backward pass computes again instead of keeping: nothing ("none"), the whole block
@@ -100,6 +99,7 @@ class ModelConfig(Section):
     """
 
     vocab_size: int | None = None
+    vocab_multiple: int = 1
     context_length: int = 256
     d_model: int = 256
     n_layers: int = 4
@@ -107,18 +107,44 @@ class ModelConfig(Section):
     n_kv_heads: int | None = None
     head_dim: int | None = None
     d_ff: int | None = None
+    d_ff_multiple: int = 32
     moe: Mixture | None = None
     prefix: tuple[Block, ...] = ()
     pattern: tuple[Block, ...] = (Block(),)
-    activation: Activation = "silu"
-    glu: bool = True
-    qk_norm: bool = False
+    attention_bias: tuple[Projection, ...] = ()
+    qk_norm: QKNorm | None = None
+    attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
+    position: Position = "rope"
+    position_rows: int | None = None
+    position_offset: int = 0
     rope_theta: float = 10_000.0
+    rope_fraction: float = 1.0
+    rope_interleaved: bool = False
+    rope_scaling: RopeScaling | None = None
+    activation: Activation = "silu"
+    swish_beta: float = 1.0
+    glu: bool = True
+    glu_clamp: float | None = None
+    ffn_bias: bool = False
+    norm: Norm = "rmsnorm"
     norm_eps: float = 1e-6
+    norm_bias: bool = False
+    norm_unit_offset: bool = False
+    norm_placement: NormPlacement = "pre"
+    parallel: Parallel | None = None
+    embedding_scale: bool = False
+    embedding_norm: bool = False
     tie_embeddings: bool = True
+    head_bias: bool = False
+    logit_softcap: float | None = None
+    logit_z_weight: float = 0.0
     dropout: float = 0.0
+    attention_dropout: float = 0.0
+    init: Init = "normal"
     init_std: float = 0.02
-    zero_init_out: bool = False
+    out_init: OutInit = "same"
     param_dtype: Dtype = "float32"
     compute_dtype: Dtype = "float32"
     remat: Remat = "none"
@@ -130,19 +156,22 @@ class ModelConfig(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_at_least(1, "vocab_size", "context_length", "d_model", "n_layers", "n_heads")
-        self.require_at_least(1, "n_kv_heads", "head_dim", "d_ff")
-        self.require_at_least(0, "init_std")
-        self.require_between(0, 0.99, "dropout")
-        self.require(self.norm_eps > 0, "norm_eps", "must be positive")
-        self.require(self.rope_theta > 0, "rope_theta", "must be positive")
+        self.require_at_least(1, "vocab_size", "vocab_multiple", "context_length", "d_model", "n_layers", "n_heads")
+        self.require_at_least(1, "n_kv_heads", "head_dim", "d_ff", "d_ff_multiple", "position_rows")
+        self.require_at_least(0, "init_std", "position_offset", "logit_z_weight")
+        self.require_between(0, 0.99, "dropout", "attention_dropout")
+        for name in ("norm_eps", "rope_theta"):
+            self.require(getattr(self, name) > 0, name, "must be positive")
+        for name in ("attention_scale", "attention_softcap", "logit_softcap", "glu_clamp"):
+            value = getattr(self, name)
+            self.require(value is None or value > 0, name, "must be positive, or None")
         self.require(len(self.pattern) > 0, "pattern", "needs at least one block")
         self.require(len(self.prefix) <= self.n_layers, "prefix", f"is longer than {self.named('n_layers')}")
         self._check_heads()
-        if self.moe is not None and not self.moe.causal:
-            self.moe.require(
-                False, "segment_length", "lets a token see later ones, so a decoder refuses it; set a length"
-            )
+        self._check_positions()
+        self._check_parts()
+        if self.moe is not None:
+            self.moe.require_causal()
 
     def _check_heads(self):
         kv_heads = self.n_kv_heads or self.n_heads
@@ -152,8 +181,79 @@ class ModelConfig(Section):
             "d_model",
             f"is not a multiple of {self.named('n_heads')}; set model.head_dim",
         )
-        head_dim = self.head_dim or self.d_model // self.n_heads
-        self.require(head_dim % 2 == 0, "head_dim", f"resolves to {head_dim}; rotary positions need an even width")
+        repeated = len(set(self.attention_bias)) < len(self.attention_bias)
+        self.require(not repeated, "attention_bias", "names a projection twice")
+
+    def _check_positions(self):
+        rotary = self.position == "rope"
+        for name, default in (("rope_fraction", 1.0), ("rope_interleaved", False), ("rope_scaling", None)):
+            set_here = getattr(self, name) != default
+            self.require(rotary or not set_here, name, f"needs model.position='rope', not {self.named('position')}")
+        for block in self.prefix + self.pattern:
+            block.require(
+                rotary or block.rope_theta is None,
+                "rope_theta",
+                f"needs model.position='rope', not {self.named('position')}",
+            )
+        self.require(0 < self.rope_fraction <= 1, "rope_fraction", "must lie between 0, excluded, and 1")
+        turning = self._rotary_dim
+        self.require(
+            not rotary or turning == 0 or turning % 2 == 0,
+            "head_dim",
+            f"gives {turning} components that turn; rotary positions need an even number",
+        )
+        self.require(not rotary or turning > 0, "rope_fraction", "leaves no component of a head that turns")
+        learned = self.position == "learned"
+        for name, default in (("position_rows", None), ("position_offset", 0)):
+            set_here = getattr(self, name) != default
+            self.require(learned or not set_here, name, f"needs model.position='learned', not {self.named('position')}")
+        self.require(
+            self.position_rows is None or self.position_rows >= self.context_length,
+            "position_rows",
+            f"is less than {self.named('context_length')}; a position without a row has no meaning",
+        )
+        if isinstance(self.rope_scaling, LongRopeScaling):
+            for name in ("short_factors", "long_factors"):
+                given = len(getattr(self.rope_scaling, name))
+                self.rope_scaling.require(
+                    given == turning // 2, name, f"holds {given} divisors for {turning // 2} rotated pairs"
+                )
+
+    def _check_parts(self):
+        self.require(self.glu or self.glu_clamp is None, "glu_clamp", f"needs model.glu=True, not {self.named('glu')}")
+        self.require(
+            self.swish_beta == 1 or self.activation.startswith("swish"),
+            "swish_beta",
+            f"needs activation 'swish' or 'swish_learned', not {self.named('activation')}",
+        )
+        self.require(
+            self.parallel is None or self.norm_placement == "pre",
+            "parallel",
+            f"needs model.norm_placement='pre', not {self.named('norm_placement')}",
+        )
+        self.require(
+            self.init != "deepnorm" or self.norm_placement == "deepnorm",
+            "init",
+            f"needs model.norm_placement='deepnorm', not {self.named('norm_placement')}",
+        )
+        self.require(
+            self.init != "deepnorm" or self.out_init != "gpt2",
+            "out_init",
+            "scales down what model.init='deepnorm' has scaled already; choose one of them",
+        )
+
+    @property
+    def _head_dim(self) -> int:
+        return self.head_dim or self.d_model // self.n_heads
+
+    @property
+    def _rotary_dim(self) -> int:
+        return int(self._head_dim * self.rope_fraction) if self.position == "rope" else 0
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding table: V up to a multiple of vocab_multiple."""
+        return -(-self.vocab_size // self.vocab_multiple) * self.vocab_multiple
 
     def expand(self) -> tuple[Stage, ...]:
         """The stages of resolved blocks: the prefix, the whole repeats of the pattern, and what is left of it."""
@@ -168,10 +268,13 @@ class ModelConfig(Section):
             **own
             | {
                 "n_kv_heads": self.n_kv_heads or self.n_heads,
-                "head_dim": self.head_dim or self.d_model // self.n_heads,
-                "d_ff": self.d_ff or -int(-width // 32) * 32,
+                "head_dim": self._head_dim,
+                "d_ff": self.d_ff or -int(-width // self.d_ff_multiple) * self.d_ff_multiple,
                 "moe": self.moe if block.mixture else None,
                 "window": block.window,
+                "attention_scale": self.attention_scale or self._head_dim**-0.5,
+                "rotary_dim": self._rotary_dim,
+                "rope_theta": block.rope_theta or self.rope_theta,
             }
         )
 

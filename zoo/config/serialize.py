@@ -7,17 +7,18 @@ import typing
 from collections.abc import Mapping
 from typing import Any
 
-from zoo.config.mixture import MIXTURES, MixtureConfig
+from zoo.config.mixture import MIXTURES
+from zoo.config.position import ROPE_SCALINGS
 from zoo.config.section import ConfigError, nearest
 
 
 def to_dict(config: Any) -> Any:
-    """A config as plain dicts, lists and values; a mixture carries its `kind`."""
+    """A config as plain dicts, lists and values; one of several alternatives carries its `kind`."""
     if isinstance(config, tuple):
         return [to_dict(item) for item in config]
     if not dataclasses.is_dataclass(config):
         return config
-    kind = {"kind": config.kind} if isinstance(config, MixtureConfig) else {}
+    kind = {"kind": config.kind} if hasattr(config, "kind") else {}
     return kind | {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
@@ -42,11 +43,18 @@ def from_dict(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
 def _from_value(hint: Any, value: Any, path: str) -> Any:
     if isinstance(value, Mapping) and "kind" in value:
         kind = value["kind"]
-        if kind not in list(MIXTURES):
-            raise ConfigError(f"{path}.kind={kind!r} is not one of {', '.join(MIXTURES)}{nearest(kind, MIXTURES)}")
-        return from_dict(MIXTURES[kind], {k: v for k, v in value.items() if k != "kind"}, f"{path}.")
+        kinds = _kinds(hint)
+        if kind not in list(kinds):
+            raise ConfigError(f"{path}.kind={kind!r} is not one of {', '.join(kinds)}{nearest(kind, kinds)}")
+        return from_dict(kinds[kind], {k: v for k, v in value.items() if k != "kind"}, f"{path}.")
     if isinstance(value, Mapping) and dataclasses.is_dataclass(hint):
         return from_dict(hint, value, f"{path}.")
     if typing.get_origin(hint) is tuple and isinstance(value, list):
         return tuple(_from_value(typing.get_args(hint)[0], item, f"{path}[{i}]") for i, item in enumerate(value))
     return value
+
+
+def _kinds(hint: Any) -> dict[str, type]:
+    """kind -> class, of the alternatives that a field may hold."""
+    alternatives = typing.get_args(hint)
+    return {kind: cls for kind, cls in (MIXTURES | ROPE_SCALINGS).items() if cls in alternatives}

@@ -95,7 +95,7 @@ def equivalence(case: Case) -> Finding:
     if moe is None:
         return Finding(None, "not tried: there is no mixture")
     findings = [Finding(None, "not tried: not every block is a mixture whose weights add to 1")]
-    if moe.renormalizes and all(b.moe for stage in case.model.config.expand() for b in stage.blocks):
+    if moe.convex and all(b.moe for stage in case.model.config.expand() for b in stage.blocks):
         findings = [_identical_experts(case)]
     if moe.kind == "sparse":
         findings.append(_all_experts(case))

@@ -10,9 +10,9 @@ from zoo.config import BlockConfig
 from zoo.kernels.attention import attention
 from zoo.kernels.linear import linear
 from zoo.kernels.masks import Causal
-from zoo.layers.initializers import output_init
+from zoo.layers.initializers import Use, matrix_init
 from zoo.layers.logical import Constrain, declare, unconstrained
-from zoo.layers.norm import RMSNorm
+from zoo.layers.norm import build_qk_norm
 from zoo.layers.position import rotary
 
 
@@ -120,22 +120,24 @@ class Attention(nn.Module):
     def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
         """Queries, keys and values, normalized and rotated."""
         block = self.block
-        q = self._heads("w_q", x, block.n_heads, "heads")
-        k = self._heads("w_k", x, block.n_kv_heads, "kv_heads")
-        v = self._heads("w_v", x, block.n_kv_heads, "kv_heads")
+        q = self._heads("w_q", x, block.n_heads, "heads", "inner")
+        k = self._heads("w_k", x, block.n_kv_heads, "kv_heads", "inner")
+        v = self._heads("w_v", x, block.n_kv_heads, "kv_heads", "deep")
         if block.qk_norm:
-            q = RMSNorm(block.norm_eps, "head_dim", block.param_dtype, name="q_norm")(q)
-            k = RMSNorm(block.norm_eps, "head_dim", block.param_dtype, name="k_norm")(k)
+            q = build_qk_norm(block, "heads", "q_norm")(q)
+            k = build_qk_norm(block, "kv_heads", "k_norm")(k)
         return rotary(q, positions, block.rope_theta), rotary(k, positions, block.rope_theta), v
 
-    def _heads(self, name: str, x: Array, n_heads: int, axis: str) -> Array:
-        init, shape = nn.initializers.normal(self.block.init_std), (x.shape[-1], n_heads, self.block.head_dim)
+    def _heads(self, name: str, x: Array, n_heads: int, axis: str, use: Use) -> Array:
+        shape = (x.shape[-1], n_heads, self.block.head_dim)
+        init = matrix_init(self.block, shape[0], shape[1] * shape[2], use)
         w = self._matrix(name, init, shape, ("embed", axis, "head_dim"), inputs=1)
         return self.constrain(linear(x, w), ("batch", "length", axis, "head_dim"))
 
     def _output(self, heads: Array) -> Array:
         shape = (*heads.shape[-2:], self.block.d_model)
-        w = self._matrix("w_o", output_init(self.block), shape, ("heads", "head_dim", "embed"), inputs=2)
+        init = matrix_init(self.block, shape[0] * shape[1], shape[2], "out")
+        w = self._matrix("w_o", init, shape, ("heads", "head_dim", "embed"), inputs=2)
         return linear(heads, w, n_inputs=2)
 
     def _matrix(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int) -> Array:

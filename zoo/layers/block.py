@@ -10,7 +10,7 @@ from zoo.layers.attention import Attention, KVCache, init_kv_cache
 from zoo.layers.ffn import FFN
 from zoo.layers.logical import Constrain, unconstrained
 from zoo.layers.moe import build_moe, init_moe_state
-from zoo.layers.norm import RMSNorm
+from zoo.layers.norm import build_norm
 
 
 class BlockCache(NamedTuple):
@@ -57,19 +57,16 @@ class DecoderBlock(nn.Module):
         block = self.block
         kv_cache, moe_cache = (None, None) if cache is None else cache
 
-        def norm(name):
-            return RMSNorm(block.norm_eps, param_dtype=block.param_dtype, name=name)
-
         def add(residual, y):
             y = nn.Dropout(block.dropout, deterministic=deterministic)(y)
             return self.constrain(residual + y.astype(residual.dtype), ("batch", "length", "embed"))
 
         y, kv_cache = Attention(block, self.constrain, name="attention")(
-            norm("attention_norm")(x), positions, segment_ids, kv_cache
+            build_norm(block, "attention_norm")(x), positions, segment_ids, kv_cache
         )
         x = add(x, y)
         y, stats, moe_cache = self._ffn(
-            norm("ffn_norm")(x), segment_ids > 0, positions, segment_ids, moe_cache, deterministic
+            build_norm(block, "ffn_norm")(x), segment_ids > 0, positions, segment_ids, moe_cache, deterministic
         )
         return add(x, y), stats, None if cache is None else BlockCache(kv_cache, moe_cache)
 

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float
 from zoo.config import Activation, BlockConfig
 from zoo.kernels.glu import glu
 from zoo.kernels.linear import linear
-from zoo.layers.initializers import output_init
+from zoo.layers.initializers import matrix_init
 from zoo.layers.logical import Constrain, declare, unconstrained
 
 ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
@@ -57,7 +57,7 @@ class FFN(nn.Module):
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         block, dtype = self.block, jnp.dtype(self.block.compute_dtype)
         shape, axes = (x.shape[-1], self.d_ff), ("embed", "mlp")
-        init = nn.initializers.normal(block.init_std)
+        init = matrix_init(block, *shape, "deep")
 
         def weight(name, init, shape, axes):
             w = declare(self, name, init, shape, axes, "matrix", block.param_dtype, axes[:1], axes[1:])
@@ -65,6 +65,6 @@ class FFN(nn.Module):
 
         w_gate = weight("w_gate", init, shape, axes) if block.glu else None
         w_up = weight("w_up", init, shape, axes)
-        w_down = weight("w_down", output_init(block), shape[::-1], axes[::-1])
+        w_down = weight("w_down", matrix_init(block, *shape[::-1], "out"), shape[::-1], axes[::-1])
         pin = lambda hidden: self.constrain(hidden, ("batch", "length", "mlp"))  # noqa: E731
         return ffn(x.astype(dtype), w_gate, w_up, w_down, block.activation, pin)

@@ -11,7 +11,7 @@ from zoo.config import BlockConfig, ConfigError, ModelConfig, Remat
 from zoo.layers.block import DecoderBlock, init_block_cache
 from zoo.layers.embedding import Embedding, Head
 from zoo.layers.logical import Constrain, abstract_params, unconstrained
-from zoo.layers.norm import RMSNorm
+from zoo.layers.norm import build_norm
 
 REMAT_POLICIES: dict[Remat, Any] = {
     "full": None,
@@ -88,13 +88,12 @@ class Decoder(nn.Module):
 
     def setup(self):
         config = self.config
-        vocabulary = (config.vocab_size, config.d_model, config.init_std, config.param_dtype)
-        self.embedding = Embedding(*vocabulary, self.constrain)
+        self.embedding = Embedding(config, self.constrain)
         for i, stage in enumerate(config.expand()):
             setattr(self, f"stage_{i}", self._scanned(stage.repeat)(stage.blocks, self.constrain, self.experts))
-        self.final_norm = RMSNorm(config.norm_eps, param_dtype=config.param_dtype)
+        self.final_norm = build_norm(config)
         if not config.tie_embeddings:
-            self.head = Head(*vocabulary)
+            self.head = Head(config)
 
     def _scanned(self, repeat: int) -> Any:
         pattern = Pattern

@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from zoo.config import Activation, BlockConfig
 from zoo.kernels.grouped_matmul import collect, grouped_ffn, spread
 from zoo.layers.ffn import ACTIVATIONS
-from zoo.layers.initializers import output_init
+from zoo.layers.initializers import matrix_init
 from zoo.layers.logical import declare
 
 
@@ -40,14 +40,14 @@ Experts = Callable[[Array, Array, Array, ExpertParams, Activation], Array]
 def declare_experts(module: nn.Module, block: BlockConfig, n_experts: int, d_ff: int) -> ExpertParams:
     """The parameters w_gate (with a GLU), w_up and w_down of `module`, in the parameter dtype."""
     shape, axes = (n_experts, block.d_model, d_ff), ("expert", "embed", "mlp")
-    init = nn.initializers.normal(block.init_std)
+    init, out_init = matrix_init(block, *shape[1:], "deep"), matrix_init(block, *shape[:0:-1], "out")
 
     def weight(name: str, init: Any, order: tuple[int, int, int]) -> Array:
         dims, names = tuple(shape[i] for i in order), tuple(axes[i] for i in order)
         return declare(module, name, init, dims, names, "matrix", block.param_dtype, names[1:2], names[2:])
 
     w_gate = weight("w_gate", init, (0, 1, 2)) if block.glu else None
-    return ExpertParams(w_gate, weight("w_up", init, (0, 1, 2)), weight("w_down", output_init(block), (0, 2, 1)))
+    return ExpertParams(w_gate, weight("w_up", init, (0, 1, 2)), weight("w_down", out_init, (0, 2, 1)))
 
 
 def sorted_experts(

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
+from zoo.layers.initializers import table_init
 from zoo.layers.logical import declare
 
 
@@ -108,8 +109,7 @@ class Router(nn.Module):
     @nn.compact
     def __call__(self, x: Float[Array, "*T D"], deterministic: bool = True) -> Float[Array, "*T E"]:
         shape, axes = (x.shape[-1], self.n_experts), ("embed", "expert")
-        init = nn.initializers.normal(self.block.init_std)
-        w = declare(self, "w", init, shape, axes, "router", "float32", axes[:1], axes[1:])
+        w = declare(self, "w", table_init(self.block), shape, axes, "router", "float32", axes[:1], axes[1:])
         if deterministic or self.jitter == 0:
             return router_logits(x, w)
         low, high = 1 - self.jitter, 1 + self.jitter
