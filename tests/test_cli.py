@@ -84,7 +84,9 @@ def test_a_file_alone_is_the_experiment(file, trained):
 
 
 def test_options_change_the_values_of_the_file(file, trained):
-    options = "--train.steps 300 --model.d_model=128 --model.moe.top-k 1 --model.moe.renormalize False --model.qk-norm"
+    options = (
+        "--train.steps 300 --model.d_model=128 --model.moe.top-k 1 --model.moe.renormalize False --model.qk-norm head"
+    )
     more = "--model.n-kv-heads 2 --data.path None --optimizer.clip-norm None --mesh.data -1 --model.pattern.0.window 4"
     assert main(["train", "--config", file, *options.split(), *more.split(), "--optimizer.learning-rate", "2e-3"]) == 0
     was, now = load_experiment(file), trained[0]
@@ -95,7 +97,7 @@ def test_options_change_the_values_of_the_file(file, trained):
         model=dataclasses.replace(
             was.model,
             d_model=128,
-            qk_norm=True,
+            qk_norm="head",
             n_kv_heads=2,
             moe=dataclasses.replace(was.model.moe, top_k=1, renormalize=False),
             pattern=(Block(window=4), Block()),
@@ -190,7 +192,7 @@ def test_help_shows_types_and_the_defaults_of_the_file(file, capsys):
     shown = help_of(capsys, "train", "--config", file)
     assert "--train.steps INT optimizer updates. (default: 500)" in shown
     assert "--model.d-model INT D, width of the residual stream. (default: 64)" in shown
-    assert "--optimizer.name {adamw,muon}" in shown
+    assert "--optimizer.name {adamw,muon,lion,adafactor}" in shown
     assert "--model.moe.renormalize {None,True,False}" in shown
     assert "--model.glu {True,False}" in shown
     assert "(default: 1000)" in help_of(capsys, "train")
@@ -224,7 +226,10 @@ def test_help_of_zoo_names_the_commands(capsys):
         ("--train.steps 1.5", "--train.steps '1.5' is not a whole number"),
         ("--optimizer.eps tiny", "--optimizer.eps 'tiny' is not a number"),
         ("--model.head-dim none", "--model.head-dim 'none' is not a whole number or None"),
-        ("--optimizer.name adam", "--optimizer.name 'adam' is not one of adamw, muon; did you mean adamw?"),
+        (
+            "--optimizer.name adam",
+            "--optimizer.name 'adam' is not one of adamw, muon, lion, adafactor; did you mean adamw?",
+        ),
         ("--train.steps", "--train.steps needs a value; one that begins with dashes is written --train.steps=VALUE"),
         ("--train.steps --model.glu", "--train.steps needs a value"),
         ("--model.glu false", "--model.glu 'false' is not True or False; did you mean False?"),

@@ -15,13 +15,19 @@ from zoo.config import (
     ConfigError,
     DataConfig,
     DenseConfig,
+    DynamicNTKScaling,
     Experiment,
+    LinearScaling,
+    Llama3Scaling,
+    LongRopeScaling,
     MeshConfig,
     ModelConfig,
     OptimizerConfig,
     SoftConfig,
+    Source,
     SparseConfig,
     TrainConfig,
+    YarnScaling,
     as_mixture,
     from_dict,
     to_dict,
@@ -57,8 +63,11 @@ def test_derived_sizes():
 
 
 @pytest.mark.parametrize("moe", [None, SparseConfig(top_k=3), DenseConfig(), SoftConfig(segment_length=8)])
-def test_json_and_back(moe):
-    experiment = Experiment("x", ModelConfig(moe=moe, prefix=(PLAIN,), pattern=(LOCAL, FULL)))
+@pytest.mark.parametrize("scaling", [None, YarnScaling(4.0), LongRopeScaling(2.0, 9, (1.0,) * 32, (2.0,) * 32)])
+def test_json_and_back(moe, scaling):
+    model = ModelConfig(moe=moe, prefix=(PLAIN,), pattern=(LOCAL, FULL), rope_scaling=scaling)
+    data = DataConfig(sources=(Source("a", 2.0), Source("b")))
+    experiment = Experiment("x", model, data)
     assert from_dict(Experiment, json.loads(json.dumps(to_dict(experiment)))) == experiment
 
 
@@ -98,7 +107,10 @@ WRONG = [
         "model.n_heads=6 is not .* model.n_kv_heads=4",
     ),
     (lambda: ModelConfig(d_model=100, n_heads=3), "model.d_model=100 is not a multiple of model.n_heads=3"),
-    (lambda: ModelConfig(d_model=12, n_heads=4), "model.head_dim=None resolves to 3; rotary positions need an even"),
+    (
+        lambda: ModelConfig(d_model=12, n_heads=4),
+        "model.head_dim=None gives 3 components that turn; rotary positions need an even",
+    ),
     (lambda: ModelConfig(activation="sillu"), "model.activation='sillu' is not one of .*; did you mean silu?"),
     (lambda: ModelConfig(n_layers=0), "model.n_layers=0 must be at least 1"),
     (lambda: ModelConfig(dropout=1.0), "model.dropout=1.0 must lie between 0 and 0.99"),
@@ -109,6 +121,98 @@ WRONG = [
     (
         lambda: SparseConfig(top_k=1, renormalize=True),
         "model.moe.top_k=1 with model.moe.renormalize=True makes .* no gradient; set model.moe.renormalize to False",
+    ),
+    (
+        lambda: ModelConfig(position="alibi", rope_scaling=YarnScaling(2.0)),
+        "model.rope_scaling=.* needs model.position='rope'",
+    ),
+    (
+        lambda: ModelConfig(position="alibi", rope_fraction=0.5),
+        "model.rope_fraction=0.5 needs model.position='rope', not",
+    ),
+    (
+        lambda: ModelConfig(position="learned", pattern=(Block(rope_theta=1e4),)),
+        "model.pattern.rope_theta=10000.0 needs model.position='rope', not model.position='learned'",
+    ),
+    (
+        lambda: ModelConfig(position="learned", position_rows=128),
+        "model.position_rows=128 is less than model.context_length=256; a position without a row",
+    ),
+    (lambda: ModelConfig(position_offset=2), "model.position_offset=2 needs model.position='learned'"),
+    (lambda: ModelConfig(rope_fraction=0.01), "model.rope_fraction=0.01 leaves no component of a head that turns"),
+    (
+        lambda: ModelConfig(rope_scaling=LongRopeScaling(2.0, short_factors=(1.0,), long_factors=(1.0,))),
+        "model.rope_scaling.short_factors=\\(1.0,\\) holds 1 divisors for 32 rotated pairs",
+    ),
+    (lambda: YarnScaling(0.5), "model.rope_scaling.factor=0.5 must be at least 1"),
+    (lambda: YarnScaling(beta_fast=1.0), "beta_fast=1.0 must be more than model.rope_scaling.beta_slow=1.0"),
+    (lambda: Llama3Scaling(high_freq_factor=1.0), "high_freq_factor=1.0 must be more than .*low_freq_factor=1.0"),
+    (lambda: ModelConfig(attention_bias=("q", "q")), "model.attention_bias=.* names a projection twice"),
+    (lambda: ModelConfig(glu=False, glu_clamp=7.0), "model.glu_clamp=7.0 needs model.glu=True, not model.glu=False"),
+    (
+        lambda: ModelConfig(swish_beta=1.7),
+        "model.swish_beta=1.7 needs activation 'swish' or .* model.activation='silu'",
+    ),
+    (lambda: ModelConfig(parallel="one_norm", norm_placement="post"), "model.parallel='one_norm' needs .*'pre', not"),
+    (lambda: ModelConfig(init="deepnorm"), "model.init='deepnorm' needs model.norm_placement='deepnorm', not"),
+    (
+        lambda: ModelConfig(init="deepnorm", norm_placement="deepnorm", out_init="gpt2"),
+        "model.out_init='gpt2' scales down what model.init='deepnorm' has scaled already",
+    ),
+    (lambda: ModelConfig(attention_softcap=0.0), "model.attention_softcap=0.0 must be positive, or None"),
+    (
+        lambda: SparseConfig(top_k=2, n_shared_experts=2, shared_in_top_k=True),
+        "model.moe.top_k=2 leaves no routed expert beside model.moe.n_shared_experts=2",
+    ),
+    (
+        lambda: SparseConfig(score="softmax_selected", top_k=1),
+        "model.moe.top_k=1 with model.moe.score='softmax_selected' .* no gradient",
+    ),
+    (lambda: SparseConfig(score="softmax_selected", renormalize=False), "renormalize=False cannot be switched off"),
+    (lambda: SparseConfig(n_experts=8, n_groups=3), "model.moe.n_groups=3 does not divide model.moe.n_experts=8"),
+    (lambda: SparseConfig(n_groups=2, top_groups=3), "model.moe.top_groups=3 is more than model.moe.n_groups=2"),
+    (
+        lambda: SparseConfig(n_experts=8, n_groups=4, top_groups=1, top_k=3),
+        "model.moe.top_k=3 is more than the 2 experts of model.moe.top_groups=1",
+    ),
+    (
+        lambda: SparseConfig(n_groups=8, top_groups=4, group_score="top2_sum"),
+        "model.moe.group_score='top2_sum' needs groups of 2 or more; they have 1",
+    ),
+    (lambda: SparseConfig(n_groups=2, n_null_experts=1), "model.moe.n_null_experts=1 belong to no group"),
+    (lambda: SparseConfig(overflow="reroute"), "model.moe.overflow='reroute' needs a capacity_factor"),
+    (
+        lambda: SparseConfig(overflow="reroute", capacity_factor=1.0, priority="choice"),
+        "model.moe.overflow='reroute' cannot reroute by model.moe.priority='choice'",
+    ),
+    (lambda: SparseConfig(load_weight=0.1), "model.moe.load_weight=0.1 needs model.moe.noisy_top_k=True"),
+    (
+        lambda: SparseConfig(shared_gate=True),
+        "model.moe.shared_gate=True needs shared experts, not .*n_shared_experts=0",
+    ),
+    (
+        lambda: SparseConfig(choice="expert", score="sigmoid"),
+        "model.moe.score='sigmoid' must be 'softmax' where experts",
+    ),
+    (
+        lambda: SparseConfig(choice="expert", selection_bias=True),
+        "model.moe.selection_bias=True has no meaning where experts choose",
+    ),
+    (
+        lambda: ModelConfig(moe=SparseConfig(choice="expert")),
+        "model.moe.choice='expert' lets a token see later ones, so a decoder refuses it; set it to 'token'",
+    ),
+    (
+        lambda: ModelConfig(moe=SparseConfig(capacity_factor=1.0, priority="probability")),
+        "model.moe.priority='probability' lets a token see later ones, so a decoder refuses it; set it to 'token'",
+    ),
+    (lambda: DataConfig(path="a", sources=(Source("b"),)), "data.path='a' stands beside data.sources; give one"),
+    (lambda: DataConfig(sources=(Source("b"), Source("b"))), "data.sources=.* holds the same path twice"),
+    (lambda: Source("b", weight=0.0), "data.sources.weight=0.0 must be positive"),
+    (lambda: OptimizerConfig(ema_decay=1.0), "optimizer.ema_decay=1.0 must lie between 0 and 1, both excluded"),
+    (
+        lambda: from_dict(ModelConfig, {"rope_scaling": {"kind": "yarm"}}),
+        "rope_scaling.kind='yarm' is not one of linear, dynamic, yarn, llama3, longrope; did you mean yarn",
     ),
     (lambda: SparseConfig(capacity_factor=0.0), "model.moe.capacity_factor=0.0 must be positive, or None"),
     (lambda: Block(window=0), "model.pattern.window=0 must be at least 1"),
@@ -151,9 +255,13 @@ def test_wrong_input_is_named(make, message):
 
 
 SECTIONS = [ModelConfig, Block, SparseConfig, DenseConfig, SoftConfig, DataConfig, OptimizerConfig, TrainConfig]
-SECTIONS += [MeshConfig]
+SECTIONS += [MeshConfig, LinearScaling, DynamicNTKScaling, YarnScaling, Llama3Scaling, LongRopeScaling]
 FIELDS = [(cls, field.name, typing.get_type_hints(cls)[field.name]) for cls in SECTIONS for field in fields(cls)]
-FLOATS = [(cls, name) for cls, name, hint in FIELDS if float in (hint, *typing.get_args(hint))]
+FLOATS = [
+    (cls, name)
+    for cls, name, hint in FIELDS
+    if float in (hint, *typing.get_args(hint)) and typing.get_origin(hint) is not tuple
+]
 # Values of each type that a field may have, and of some that none has.
 VALUES = {int: 3, float: 2.5, str: "text", bool: True, bytes: b"text", list: [], dict: {}, object: object()}
 
@@ -179,6 +287,11 @@ def test_every_float_is_finite(cls, name, value):
         cls(**{name: value})
 
 
+def test_every_float_of_a_tuple_is_finite():
+    with pytest.raises(ConfigError, match="short_factors=\\(1.0, nan\\) must be finite numbers$"):
+        LongRopeScaling(short_factors=(1.0, math.nan))
+
+
 def test_there_are_floats():
     named = {(OptimizerConfig, "clip_norm"), (SparseConfig, "capacity_factor"), (SoftConfig, "balance_weight")}
     assert named <= set(FLOATS) and len(FLOATS) > 20
@@ -201,11 +314,15 @@ def test_there_are_floats():
         (lambda: MeshConfig(zero=1.0), "mesh.zero=1.0 is not one of 1, 2, 3"),
         (
             lambda: ModelConfig(pattern=Block()),
-            "model.pattern=Block(mixture=True, window=None) must be a tuple of Block, not a Block",
+            "model.pattern=Block(mixture=True, window=None, rope_theta=None) must be a tuple of Block, not a Block",
         ),
         (
             lambda: ModelConfig(prefix=[Block()]),
-            "model.prefix=[Block(mixture=True, window=None)] must be a tuple of Block, not a list",
+            "model.prefix=[Block(mixture=True, window=None, rope_theta=None)] must be a tuple of Block, not a list",
+        ),
+        (
+            lambda: ModelConfig(attention_bias=("query",)),
+            "model.attention_bias=('query',) must be a tuple of 'q', 'k', 'v', 'o', not a tuple",
         ),
         (lambda: ModelConfig(pattern=(3,)), "model.pattern=(3,) must be a tuple of Block, not a tuple"),
         (
@@ -238,5 +355,8 @@ def test_weights_are_renormalized_where_there_are_several(top_k, renormalize, re
 
 
 def test_the_other_mixtures_have_weights_that_add_to_1():
-    assert DenseConfig().renormalizes and SoftConfig().renormalizes
-    assert SparseConfig(n_experts=1, top_k=1, renormalize=True).renormalizes
+    assert DenseConfig().convex and SoftConfig().convex and SparseConfig().convex
+    assert SparseConfig(n_experts=1, top_k=1, renormalize=True).convex
+    assert not SparseConfig(renormalize=False).convex
+    assert not SparseConfig(routed_scale=2.5).convex
+    assert not SparseConfig(n_null_experts=2).convex

@@ -186,16 +186,20 @@ class SparseConfig(MixtureConfig):
         )
 
     def _check_weights(self):
+        selected = self.score == "softmax_selected"
+        remedy = "set model.moe.renormalize to False, or leave it at None"
+        if selected:
+            remedy = "set model.moe.score to 'softmax'"
         self.require(
-            self.score != "softmax_selected" or self.renormalize is not False,
+            not selected or self.renormalize is not False,
             "renormalize",
             f"cannot be switched off with {self.named('score')}, whose weights add to 1",
         )
         self.require(
             not (self.k == 1 and self.renormalizes and self.n_experts + self.n_null_experts > 1),
             "top_k",
-            f"with {self.named('score')} and {self.named('renormalize')} makes every weight 1, and the router would "
-            "get no gradient; set model.moe.renormalize to False, or leave it at None",
+            f"with {self.named('score' if selected else 'renormalize')} makes every weight 1, and the router would get "
+            f"no gradient; {remedy}",
         )
         self.require(
             self.load_weight == 0 or self.noisy_top_k,

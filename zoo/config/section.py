@@ -69,8 +69,9 @@ class Section:
         """Raises ConfigError where a number is infinite or NaN."""
         for name in _hints(type(self)):
             value = getattr(self, name)
-            if isinstance(value, float):
-                self.require(abs(value) <= sys.float_info.max, name, "must be a finite number")
+            numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+            finite = all(abs(x) <= sys.float_info.max for x in numbers)
+            self.require(finite, name, f"must be {'finite numbers' if isinstance(value, tuple) else 'a finite number'}")
 
 
 @functools.cache
@@ -99,7 +100,9 @@ def _is_a(value: Any, kind: Any) -> bool:
 
 def _in_words(kind: Any) -> str:
     if typing.get_origin(kind) is tuple:
-        return f"a tuple of {typing.get_args(kind)[0].__name__}"
+        item = typing.get_args(kind)[0]
+        choices = ", ".join(map(repr, typing.get_args(item)))
+        return f"a tuple of {choices or item.__name__}"
     words = {int: "a whole number", float: "a number", str: "a text", bool: "True or False", type(None): "None"}
     return words.get(kind, f"a {kind.__name__}")
 

@@ -40,7 +40,7 @@ class Case:
     """A model in float32 with parameters that hide nothing, and the randomness of one run of the laws.
 
     Attributes:
-        model: the model under test, computing in float32 and without dropout or router jitter.
+        model: the model under test, computing in float32 and without dropout or noise in its routers.
         params: its parameters.
         length: T, tokens per row: enough to leave windows and segments behind.
         seed: of all random choices.
@@ -91,8 +91,9 @@ def make_case(model: Decoder, params: Any, seed: int) -> Case:
     """A case for `model`; without `params`, random ones with noise on every leaf, so that no zero hides a fault."""
     moe = model.config.moe
     if isinstance(moe, SparseConfig):
-        moe = dataclasses.replace(moe, router_jitter=0.0)
-    still = {"compute_dtype": "float32", "param_dtype": "float32", "dropout": 0.0, "moe": moe}
+        moe = dataclasses.replace(moe, router_jitter=0.0, noisy_top_k=False, load_weight=0.0)
+    float32 = {"compute_dtype": "float32", "param_dtype": "float32"}
+    still = float32 | {"dropout": 0.0, "attention_dropout": 0.0, "moe": moe}
     model = model.clone(config=dataclasses.replace(model.config, **still))
     if params is None:
         params = noisy(jax.jit(model.init)(jax.random.key(seed), jnp.zeros((1, 1), jnp.int32))["params"], seed)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from zoo.config import ConfigError, DenseConfig, MeshConfig, as_mixture
+from zoo.config import ConfigError, DenseConfig, MeshConfig, Mixture, as_mixture
 from zoo.data.loader import Batch
 from zoo.laws.case import Case, Finding, equal, equal_trees, worst
 from zoo.models.decoder import Decoder
@@ -97,18 +97,26 @@ def equivalence(case: Case) -> Finding:
     findings = [Finding(None, "not tried: not every block is a mixture whose weights add to 1")]
     if moe.convex and all(b.moe for stage in case.model.config.expand() for b in stage.blocks):
         findings = [_identical_experts(case)]
-    if moe.kind == "sparse":
+    if _is_softmax_of_products(moe):
         findings.append(_all_experts(case))
     return worst(findings)
 
 
+def _is_softmax_of_products(moe: Mixture) -> bool:
+    """Whether a sparse mixture weighs its experts as a dense one would, were all of them chosen."""
+    if moe.kind != "sparse":
+        return False
+    return moe.score != "sigmoid" and not moe.router_bias and not moe.n_null_experts and moe.routed_scale == 1
+
+
 def _identical_experts(case: Case) -> Finding:
     """Sets every expert to the first, without shared ones; a plain FFN of its weights must agree."""
-    shared = case.model.config.moe.n_shared_experts
-    model = (
-        _with(case.model, moe=dataclasses.replace(case.model.config.moe, n_shared_experts=0)) if shared else case.model
-    )
-    plain = _with(model, moe=None, d_ff=model.config.moe.d_ff)
+    moe = case.model.config.moe
+    alone = {"n_shared_experts": 0, "shared_gate": False}
+    if moe.kind == "sparse":
+        alone |= {"top_k": moe.k, "shared_in_top_k": False}
+    model = _with(case.model, moe=dataclasses.replace(moe, **alone))
+    plain = _with(model, moe=None, d_ff=moe.d_ff)
 
     def same(path: Any, leaf: jax.Array) -> jax.Array:
         # [layers, experts, ...]
@@ -123,7 +131,11 @@ def _identical_experts(case: Case) -> Finding:
 
 def _is_expert(path: Any) -> bool:
     names = [getattr(key, "key", None) for key in path]
-    return "moe" in names and names[-1].startswith("w_")
+    return names[-2] == "moe" and _of_experts(names[-1])
+
+
+def _of_experts(name: str) -> bool:
+    return name.startswith(("w_", "b_")) or name == "beta"
 
 
 def _drop(tree: Any, name: str) -> Any:
@@ -136,13 +148,14 @@ def _plain(params: Any) -> Any:
         return params
     plain = {name: _plain(value) for name, value in params.items() if name != "moe"}
     if "moe" in params:
-        plain["ffn"] = {name: w[:, 0] for name, w in params["moe"].items() if name.startswith("w_")}
+        plain["ffn"] = {name: w[:, 0] for name, w in params["moe"].items() if _of_experts(name)}
     return plain
 
 
 def _all_experts(case: Case) -> Finding:
     moe = case.model.config.moe
-    every = _with(case.model, moe=dataclasses.replace(moe, top_k=moe.n_experts, capacity_factor=None))
+    chosen = {"top_k": moe.n_experts + moe.top_k - moe.k, "top_groups": None}
+    every = _with(case.model, moe=dataclasses.replace(moe, **chosen, capacity_factor=None, overflow="drop"))
     dense = _with(case.model, moe=as_mixture(moe, DenseConfig.kind))
     tokens = case.tokens(2)
     outputs = [model.apply({"params": case.params}, tokens).logits for model in (dense, every)]

@@ -1,0 +1,46 @@
+"""Every two choices of parts in one model, and every choice under every law."""
+
+import itertools
+
+import jax
+import pytest
+
+import zoo
+from tests.laws.cover import LAWS, PARTS, SCALINGS, SIZES, model, rows
+from zoo.config import ModelConfig
+from zoo.laws.case import make_case
+from zoo.laws.runner import LAWS as RULES
+
+ROWS = rows()
+NAMES = ["-".join(row.values()) for row in ROWS]
+
+
+@pytest.mark.parametrize("row", ROWS, ids=NAMES)
+def test_law(row):
+    finding = RULES[row["law"]](make_case(zoo.build(model(row)), None, seed=0))
+    if finding.passed is None:
+        assert row["law"] == "equivalence" and row["mixture"] in ("none", "sigmoid", "null"), finding.detail
+    else:
+        assert finding.passed, finding.detail
+
+
+@pytest.mark.parametrize("scaling", SCALINGS, ids=lambda scaling: scaling.kind)
+def test_scaled_positions_keep_the_cache(scaling):
+    case = make_case(zoo.build(ModelConfig(**SIZES, rope_scaling=scaling)), None, seed=0)
+    finding = RULES["cache"](case)
+    assert finding.passed, finding.detail
+
+
+def test_every_two_choices_meet():
+    factors = {name: list(choices) for name, choices in PARTS.items()} | {"law": list(LAWS)}
+    for one, other in itertools.combinations(factors, 2):
+        met = {(row[one], row[other]) for row in ROWS}
+        assert met == set(itertools.product(factors[one], factors[other])), (one, other)
+
+
+def test_every_law_of_zoo_check_is_in_the_cover():
+    assert {*LAWS, "sharding"} == RULES.keys()
+
+
+def teardown_module():
+    jax.clear_caches()
