@@ -10,6 +10,7 @@ ROOMS = [
     "objectives",
     "checkpoint",
     "describe",
+    "trace",
     "rundir",
     "infer",
     "train",

@@ -1,6 +1,7 @@
 """Imports go one way: a room may import only from rooms above it (docs/design.md, section 3)."""
 
 import ast
+import statistics
 from pathlib import Path
 
 import pytest
@@ -42,3 +43,13 @@ def test_only_parallel_knows_mesh_axes():
         if room_of(path) in {"layers", "models", "kernels", "objectives"}:
             words = {n.value for n in ast.walk(ast.parse(path.read_text())) if isinstance(n, ast.Constant)}
             assert not words & {"data", "fsdp", "tensor"}, path
+
+
+def test_functions_and_files_are_short():
+    lengths = []
+    for path in ZOO.rglob("*.py"):
+        text = path.read_text()
+        assert len(text.splitlines()) <= 450, path
+        functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+        lengths += [f.end_lineno - f.lineno + 1 for f in functions]
+    assert statistics.median(lengths) <= 12
