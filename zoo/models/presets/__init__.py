@@ -1,0 +1,78 @@
+"""Published architectures as data: one small file a family."""
+
+import dataclasses
+from typing import Any
+
+from zoo.config import ConfigError, ModelConfig, nearest
+from zoo.models.presets import (
+    bloom,
+    deepseek,
+    falcon,
+    gemma,
+    gpt,
+    gpt_oss,
+    llama,
+    mistral,
+    olmoe,
+    openmoe,
+    opt,
+    palm,
+    pythia,
+    qwen,
+    switch,
+)
+from zoo.models.presets.preset import Preset, Recipe
+
+__all__ = ["Preset", "Recipe", "find_preset", "preset", "preset_names"]
+
+_FAMILIES = (
+    gpt,
+    opt,
+    bloom,
+    llama,
+    mistral,
+    qwen,
+    olmoe,
+    deepseek,
+    gpt_oss,
+    gemma,
+    falcon,
+    pythia,
+    palm,
+    openmoe,
+    switch,
+)
+_PRESETS: dict[str, Preset] = {name: found for family in _FAMILIES for name, found in family.PRESETS.items()}
+
+
+def preset_names() -> tuple[str, ...]:
+    """The names of all presets, family by family."""
+    return tuple(_PRESETS)
+
+
+def find_preset(name: str) -> Preset:
+    """A preset with its source, recipe and note.
+
+    Raises:
+        ConfigError: there is no such preset; names the nearest.
+    """
+    if name not in _PRESETS:
+        hint = nearest(name.lower(), _PRESETS) or f"; there are {', '.join(_PRESETS)}"
+        raise ConfigError(f"preset={name!r} is not the name of a preset{hint}")
+    return _PRESETS[name]
+
+
+def preset(name: str, **overrides: Any) -> ModelConfig:
+    """A published architecture, with any fields of ModelConfig replaced: `preset("mixtral-8x7b", n_layers=2)`.
+
+    Computation is in bfloat16 and parameters are float32, the usual way to train; both can be replaced.
+
+    Raises:
+        ConfigError: there is no such preset (names the nearest), no such field, or values that cannot work.
+    """
+    model = find_preset(name).model
+    fields = {field.name for field in dataclasses.fields(model)}
+    for field in overrides:
+        if field not in fields:
+            raise ConfigError(f"preset: {field} is not a field of ModelConfig{nearest(field, fields)}")
+    return dataclasses.replace(model, **overrides)
