@@ -288,7 +288,7 @@ def test_every_float_is_finite(cls, name, value):
 
 
 def test_every_float_of_a_tuple_is_finite():
-    with pytest.raises(ConfigError, match="short_factors=\\(1.0, nan\\) must be finite numbers$"):
+    with pytest.raises(ConfigError, match=r"short_factors=\(1.0, nan\) must be finite numbers$"):
         LongRopeScaling(short_factors=(1.0, math.nan))
 
 

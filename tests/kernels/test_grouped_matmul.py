@@ -6,9 +6,11 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.test_util import check_grads
 
 from zoo.kernels import grouped_matmul as kernel
-from zoo.kernels.grouped_matmul import block_rows, collect, grouped_ffn, grouped_matmul, spread
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams, block_rows, collect, grouped_ffn, grouped_matmul, spread
 
 D, F, E = 6, 10, 4
+SILU = HiddenUnits("silu")
 # Even groups; empty ones at both ends and between; all in one; rows left over; nothing at all.
 COUNTS = [[10, 10, 10, 10], [0, 33, 0, 7], [21, 0, 0, 0], [0, 0, 0, 40], [3, 0, 5, 2], [0, 0, 0, 0]]
 
@@ -45,8 +47,8 @@ def gradients(f, n_args):
 
 matmul_gradients = gradients(grouped_matmul, 2)
 matmul_gradients_reference = gradients(kernel.grouped_matmul_reference, 2)
-ffn = lambda *a: grouped_ffn(*a, jax.nn.silu)  # noqa: E731
-ffn_reference = lambda *a: kernel.grouped_ffn_reference(*a, jax.nn.silu)  # noqa: E731
+ffn = lambda x, s, g, u, d, n: grouped_ffn(x, s, FFNParams(g, u, d), n, SILU)  # noqa: E731
+ffn_reference = lambda x, s, g, u, d, n: kernel.grouped_ffn_reference(x, s, FFNParams(g, u, d), n, SILU)  # noqa: E731
 ffn_gradients, ffn_gradients_reference = gradients(ffn, 5), gradients(ffn_reference, 5)
 
 
@@ -88,6 +90,42 @@ def test_without_a_gate():
     assert_close(jax.jit(ffn)(*args), numpy_ffn(*wide(args[:5]), [5, 0, 9, 4]), 1e-4)
     grads = lambda f: jax.jit(jax.grad(lambda x, s, u, d: jnp.sum(jnp.sin(f(x, s, None, u, d, counts))), (0, 1, 2, 3)))  # noqa: E731
     assert_close(grads(ffn)(x, scale, up, down), grads(ffn_reference)(x, scale, up, down), 1e-4)
+
+
+OPTIONS = [
+    ("clamped, biases", HiddenUnits("swish", 1.702, 0.3), True, True, False),
+    ("plain, biases", HiddenUnits("gelu"), False, True, False),
+    ("learned beta", HiddenUnits("swish_learned"), True, False, True),
+    ("plain, biases, learned beta", HiddenUnits("swish_learned"), False, True, True),
+]
+
+
+@pytest.mark.parametrize(("name", "hidden", "glu", "biases", "learned"), OPTIONS, ids=[o[0] for o in OPTIONS])
+@pytest.mark.parametrize("counts", [COUNTS[1], COUNTS[4]])
+def test_biases_clamp_and_beta(name, hidden, glu, biases, learned, counts):
+    """Values and gradients are the plain form's; rows beyond the groups give 0 in spite of the biases."""
+    x, scale, gate, up, down = inputs(40, seed=2)
+    keys = jax.random.split(jax.random.key(3), 3)
+    b_gate, b_up = (jax.random.normal(key, (E, F)) if biases else None for key in keys[:2])
+    params = FFNParams(
+        w_gate=gate if glu else None,
+        w_up=up,
+        w_down=down,
+        b_gate=b_gate if glu else None,
+        b_up=b_up,
+        b_down=jax.random.normal(keys[2], (E, D)) if biases else None,
+        beta=jnp.linspace(0.5, 1.5, E) if learned else None,
+    )
+    counts = jnp.array(counts)
+    run = lambda f: jax.jit(lambda x, scale, params: f(x, scale, params, counts, hidden))  # noqa: E731
+    grads = lambda f: jax.jit(jax.grad(lambda *a: jnp.sum(jnp.sin(f(*a, counts, hidden))), (0, 1, 2)))  # noqa: E731
+    found = run(grouped_ffn)(x, scale, params)
+    assert_close(found, run(kernel.grouped_ffn_reference)(x, scale, params), 1e-4)
+    assert not np.any(found[counts.sum() :])
+    dx, d_scale, d_params = grads(grouped_ffn)(x, scale, params)
+    assert_close((dx, d_scale, d_params), grads(kernel.grouped_ffn_reference)(x, scale, params), 2e-4)
+    for d in jax.tree.leaves(d_params):
+        assert not np.any(d[counts == 0]) and np.any(d[counts > 0])
 
 
 def test_many_blocks_of_every_length():

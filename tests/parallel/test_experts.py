@@ -10,7 +10,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from zoo.config import ConfigError, MeshConfig
-from zoo.layers.moe.experts import ExpertParams, sorted_experts
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams
+from zoo.layers.moe.experts import sorted_experts
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 
@@ -23,12 +25,12 @@ def make_inputs(n_experts=E, n=N, glu=True):
     # Expert 1 gets no token, and index E (a dropped assignment) some.
     indices = rng.choice([0, *range(2, n_experts + 1)], size=(n, k)).astype(np.int32)
     up, down = (n_experts, D, F), (n_experts, F, D)
-    params = ExpertParams(normal(*up) if glu else None, normal(*up), normal(*down))
+    params = FFNParams(normal(*up) if glu else None, normal(*up), normal(*down))
     return jax.tree.map(jnp.asarray, (normal(n, D), indices, np.abs(normal(n, k)), params))
 
 
 def loss(run, x, indices, weights, params):
-    y = run(x, indices, weights, params, "silu")
+    y = run(x, indices, weights, params, HiddenUnits("silu"))
     return jnp.sum(y * jnp.cos(jnp.arange(y.size).reshape(y.shape))), y
 
 
@@ -61,7 +63,7 @@ def test_equals_one_device(name):
     rows = NamedSharding(mesh, P(("data", "fsdp")))
     split = lambda w, *axes: jax.device_put(w, NamedSharding(mesh, P(*axes)))  # noqa: E731
     # As ZeRO 3 lays them out: the width D of each weight over fsdp.
-    params = ExpertParams(
+    params = FFNParams(
         split(params.w_gate, "expert", "fsdp", "tensor"),
         split(params.w_up, "expert", "fsdp", "tensor"),
         split(params.w_down, "expert", "tensor", "fsdp"),
@@ -98,7 +100,7 @@ def test_no_device_gathers_the_tokens():
 )
 def test_what_does_not_divide(config, reason):
     with pytest.raises(ConfigError, match=reason):
-        MeshExperts(make_mesh(config))(*make_inputs(), "silu")
+        MeshExperts(make_mesh(config))(*make_inputs(), HiddenUnits("silu"))
 
 
 def test_is_a_value():

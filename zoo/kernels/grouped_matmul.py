@@ -10,13 +10,13 @@ again by the next one. `lax.ragged_dot` would multiply every row by every matrix
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.kernels.glu import glu
+from zoo.kernels.glu import HiddenUnits
 
 
 def grouped_matmul_reference(
@@ -32,17 +32,26 @@ def grouped_matmul_reference(
 def grouped_ffn_reference(
     x: Float[Array, "N D"],
     scale: Float[Array, "N 1"],
-    w_gate: Float[Array, "E D F"] | None,
-    w_up: Float[Array, "E D F"],
-    w_down: Float[Array, "E F D"],
+    params: "FFNParams",
     counts: Int[Array, "E"],
-    activation: Callable[[Array], Array],
+    hidden: HiddenUnits,
 ) -> Float[Array, "N D"]:
     """The plain form of `grouped_ffn`."""
-    up = grouped_matmul_reference(x, w_up, counts)
-    gate = None if w_gate is None else grouped_matmul_reference(x, w_gate, counts)
-    hidden = glu(activation, gate, up)
-    return grouped_matmul_reference((hidden * scale).astype(x.dtype), w_down, counts)
+    ends = jnp.cumsum(counts)
+    rows = jnp.arange(x.shape[0])
+    group = jnp.searchsorted(ends, rows, side="right")
+    own = lambda a: None if a is None else jnp.take(a, group, axis=0, mode="fill", fill_value=0)  # noqa: E731
+
+    def layer(x: Array, w: Array | None, b: Array | None) -> Array | None:
+        if w is None:
+            return None
+        y = grouped_matmul_reference(x, w, counts)
+        return y if b is None else y + own(b)
+
+    gate, up = layer(x, params.w_gate, params.b_gate), layer(x, params.w_up, params.b_up)
+    beta = None if params.beta is None else own(params.beta)[:, None]
+    y = layer(hidden(gate, up, beta), params.w_down, params.b_down)
+    return jnp.where((rows < ends[-1])[:, None], y * scale, 0).astype(x.dtype)
 
 
 @jax.custom_vjp
@@ -69,63 +78,108 @@ def _grouped_matmul_backward(residuals: tuple[Array, Array, Array], g: Array) ->
 grouped_matmul.defvjp(lambda x, w, counts: (grouped_matmul(x, w, counts), (x, w, counts)), _grouped_matmul_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(6,))
+class FFNParams(NamedTuple):
+    """The parameters of E feed-forward networks; None for those that they do not have.
+
+    Attributes:
+        w_gate, w_up: [E, D, F].
+        w_down: [E, F, D].
+        b_gate, b_up: [E, F].
+        b_down: [E, D].
+        beta: [E], of a learned Swish.
+    """
+
+    w_gate: Any
+    w_up: Any
+    w_down: Any
+    b_gate: Any = None
+    b_up: Any = None
+    b_down: Any = None
+    beta: Any = None
+
+    def astype(self, dtype: Any) -> "FFNParams":
+        """The same parameters in another dtype."""
+        return jax.tree.map(lambda p: p.astype(dtype), self)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_ffn(
     x: Float[Array, "N D"],
     scale: Float[Array, "N 1"],
-    w_gate: Float[Array, "E D F"] | None,
-    w_up: Float[Array, "E D F"],
-    w_down: Float[Array, "E F D"],
+    params: FFNParams,
     counts: Int[Array, "E"],
-    activation: Callable[[Array], Array],
+    hidden: HiddenUnits,
 ) -> Float[Array, "N D"]:
-    """scale * down(act(gate(x)) * up(x)) with the matrices of each row's group; down(act(up(x))) without w_gate.
+    """scale * down(hidden(gate(x), up(x))) with the parameters of each row's group; biases where there are any.
 
     The same as three grouped products, but a block of rows goes through all three while it is in the cache.
     `scale`, float32, multiplies the hidden units, so that its gradient needs no stored output. The result
-    has x's dtype; the gradients of the matrices are summed in float32.
+    has x's dtype; the gradients of the parameters are summed in float32.
     """
-    return _grouped_ffn_forward(x, scale, w_gate, w_up, w_down, counts, activation)[0]
+    return _grouped_ffn_forward(x, scale, params, counts, hidden)[0]
 
 
 def _grouped_ffn_forward(
-    x: Array, scale: Array, w_gate: Array | None, w_up: Array, w_down: Array, counts: Array, activation: Callable
+    x: Array, scale: Array, params: FFNParams, counts: Array, hidden: HiddenUnits
 ) -> tuple[Array, tuple]:
-    weights = (w_gate, w_up, w_down)
+    def block(params: FFNParams, rows: tuple[Array, Array]) -> tuple[tuple, None]:
+        x, scale = rows
+        gate, up = _affine(x, params.w_gate, params.b_gate), _affine(x, params.w_up, params.b_up)
+        # A row of another group comes with scale 0, so it gives 0 whatever the biases are.
+        y = (hidden(gate, up, params.beta) * scale).astype(x.dtype) @ params.w_down
+        y = y if params.b_down is None else y + (params.b_down * scale).astype(x.dtype)
+        return (y, gate, up), None
 
-    def block(weights: tuple, rows: tuple[Array, Array]) -> tuple[tuple, None]:
-        (w_gate, w_up, w_down), (x, scale) = weights, rows
-        up = x @ w_up
-        gate = None if w_gate is None else x @ w_gate
-        hidden = (glu(activation, gate, up) * scale).astype(x.dtype)
-        return (hidden @ w_down, gate, up), None
-
-    inner = _like(x, w_up.shape[2:])
-    outs = (_like(x, x.shape[1:]), None if w_gate is None else inner, inner)
-    (y, gate, up), _ = _sweep(block, counts, weights, (x, scale), outs, None)
-    return y, (x, scale, gate, up, weights, counts)
+    inner = _like(x, params.w_up.shape[2:])
+    outs = (_like(x, x.shape[1:]), None if params.w_gate is None else inner, inner)
+    (y, gate, up), _ = _sweep(block, counts, params, (x, scale), outs, None)
+    return y, (x, scale, gate, up, params, counts)
 
 
-def _grouped_ffn_backward(activation: Callable, residuals: tuple, g: Array) -> tuple:
-    x, scale, gate, up, weights, counts = residuals
+def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tuple:
+    x, scale, gate, up, params, counts = residuals
 
-    def block(weights: tuple, rows: tuple) -> tuple[tuple, tuple]:
-        (w_gate, w_up, w_down), (x, scale, gate, up, g) = weights, rows
-        hidden, pull = jax.vjp(partial(glu, activation), gate, up)
-        d_scaled = g @ w_down.T
-        d_scale = jnp.sum(d_scaled.astype(scale.dtype) * hidden.astype(scale.dtype), axis=1, keepdims=True)
-        d_gate, d_up = pull((d_scaled * scale).astype(hidden.dtype))
-        dx = d_up @ w_up.T if gate is None else d_up @ w_up.T + d_gate @ w_gate.T
-        d_w_gate = None if gate is None else _outer(x, d_gate)
-        return (dx, d_scale), (d_w_gate, _outer(x, d_up), _outer((hidden * scale).astype(x.dtype), g))
+    def block(params: FFNParams, rows: tuple) -> tuple[tuple, FFNParams]:
+        x, scale, gate, up, g = rows
+        units, pull = jax.vjp(hidden, gate, up, params.beta)
+        d_scaled = g @ params.w_down.T
+        d_scale = _row_dot(d_scaled, units, scale.dtype)
+        if params.b_down is not None:
+            d_scale += _row_dot(g, jnp.broadcast_to(params.b_down, g.shape), scale.dtype)
+        d_gate, d_up, d_beta = pull((d_scaled * scale).astype(units.dtype))
+        dx = d_up @ params.w_up.T if gate is None else d_up @ params.w_up.T + d_gate @ params.w_gate.T
+        sums = FFNParams(
+            w_gate=None if gate is None else _outer(x, d_gate),
+            w_up=_outer(x, d_up),
+            w_down=_outer((units * scale).astype(x.dtype), g),
+            b_gate=None if params.b_gate is None else _total(d_gate),
+            b_up=None if params.b_up is None else _total(d_up),
+            b_down=None if params.b_down is None else _total(g * scale),
+            beta=None if params.beta is None else d_beta.astype(_wide(d_beta.dtype)),
+        )
+        return (dx, d_scale), sums
 
     outs = (_like(x, x.shape[1:]), _like(scale, scale.shape[1:]))
-    sums = jax.tree.map(_sums, weights)
-    (dx, d_scale), sums = _sweep(block, counts, weights, (x, scale, gate, up, g), outs, sums)
-    return dx, d_scale, *jax.tree.map(lambda d, w: d.astype(w.dtype), sums, weights), None
+    sums = jax.tree.map(_sums, params)
+    (dx, d_scale), sums = _sweep(block, counts, params, (x, scale, gate, up, g), outs, sums)
+    return dx, d_scale, jax.tree.map(lambda d, p: d.astype(p.dtype), sums, params), None
 
 
 grouped_ffn.defvjp(_grouped_ffn_forward, _grouped_ffn_backward)
+
+
+def _affine(x: Array, w: Array | None, b: Array | None) -> Array | None:
+    if w is None:
+        return None
+    return x @ w if b is None else x @ w + b
+
+
+def _row_dot(a: Array, b: Array, dtype: Any) -> Array:
+    return jnp.sum(a.astype(dtype) * b.astype(dtype), axis=1, keepdims=True)
+
+
+def _total(rows: Array) -> Array:
+    return jnp.sum(rows.astype(_wide(rows.dtype)), axis=0)
 
 
 def _outer(x: Array, g: Array) -> Array:
@@ -157,9 +211,10 @@ def block_rows(n_rows: int, n_groups: int) -> int:
 def _sweep(block: Callable, counts: Array, weights: Any, rows: Any, outs: Any, sums: Any) -> tuple[Any, Any]:
     """For each group e and each block of its rows: block(weights[e], rows) -> (outs of the rows, added to sums[e]).
 
-    Rows of other groups reach `block` as zeros, and it must turn zeros into zeros; then what it writes
-    behind its group does no harm, since groups are visited in order. Each sum is carried for one group at a
-    time, so a block costs its own products and never a pass over the matrices of all groups.
+    Rows of other groups reach `block` as zeros. What it writes for them behind its group does no harm, since groups
+    are visited in order; behind the last one it stays, so the first of the outs must be zero
+    for zero rows. Each sum is carried for one group at a time, so a block costs its own products and never a pass over
+    the matrices of all groups.
     """
     n_rows, n_groups = jax.tree.leaves(rows)[0].shape[0], counts.shape[0]
     size = block_rows(n_rows, n_groups)

@@ -1,50 +1,82 @@
 """Feed-forward networks: plain, and gated linear units."""
 
 from collections.abc import Callable
-from functools import partial
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from zoo.config import Activation, BlockConfig
-from zoo.kernels.glu import glu
+from zoo.config import BlockConfig
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams
 from zoo.kernels.linear import linear
-from zoo.layers.initializers import matrix_init
-from zoo.layers.logical import Constrain, declare, unconstrained
+from zoo.layers.initializers import Use, matrix_init
+from zoo.layers.logical import Axes, Constrain, declare, unconstrained
 
-ACTIVATIONS: dict[Activation, Callable[[Array], Array]] = {
-    "silu": jax.nn.silu,
-    "gelu": partial(jax.nn.gelu, approximate=False),
-    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
-    "relu": jax.nn.relu,
-    "relu2": lambda x: jnp.square(jax.nn.relu(x)),
-}
+
+def hidden_units(block: BlockConfig) -> HiddenUnits:
+    """The hidden units of a block's feed-forward networks."""
+    return HiddenUnits(block.activation, block.swish_beta, block.glu_clamp)
 
 
 def ffn(
     x: Float[Array, "*N D"],
-    w_gate: Float[Array, "D F"] | None,
-    w_up: Float[Array, "D F"],
-    w_down: Float[Array, "F D"],
-    activation: Activation,
-    constrain: Callable[[Array], Array] = lambda hidden: hidden,
+    params: FFNParams,
+    hidden: HiddenUnits,
+    constrain: Callable[[Array], Array] = lambda units: units,
 ) -> Float[Array, "*N D"]:
-    """down(act(gate(x)) * up(x)), or down(act(up(x))) where `w_gate` is None.
+    """down(hidden(gate(x), up(x))), each product with its bias where there is one.
+
+    Args:
+        params: of one network: w_gate (or None) and w_up [D, F], w_down [F, D], b_gate, b_up [F], b_down [D], beta [].
 
     Source: GLU variants, arXiv 2002.05202, equations 5 and 6 ("silu" with a gate is SwiGLU).
     """
-    gate = None if w_gate is None else linear(x, w_gate)
-    hidden = glu(ACTIVATIONS[activation], gate, linear(x, w_up))
-    return linear(constrain(hidden), w_down)
+    gate = None if params.w_gate is None else _affine(x, params.w_gate, params.b_gate)
+    units = hidden(gate, _affine(x, params.w_up, params.b_up), params.beta)
+    return _affine(constrain(units), params.w_down, params.b_down)
+
+
+def _affine(x: Array, w: Array, b: Array | None) -> Array:
+    return linear(x, w) if b is None else linear(x, w) + b
+
+
+def declare_ffn(module: nn.Module, block: BlockConfig, d_ff: int, experts: int | None = None) -> FFNParams:
+    """The parameters of one feed-forward network, or of several with a leading [E], in the parameter dtype."""
+    lead, lead_axes = ((), ()) if experts is None else ((experts,), ("expert",))
+    D, F = (block.d_model, "embed"), (d_ff, "mlp")
+
+    def weight(name: str, inputs: tuple[int, str], outputs: tuple[int, str], use: Use) -> Array:
+        init, shape = matrix_init(block, inputs[0], outputs[0], use), (*lead, inputs[0], outputs[0])
+        axes: Axes = (*lead_axes, inputs[1], outputs[1])
+        return declare(module, name, init, shape, axes, "matrix", block.param_dtype, (inputs[1],), (outputs[1],))
+
+    def bias(name: str, size: tuple[int, str]) -> Array | None:
+        if not block.ffn_bias:
+            return None
+        shape, axes = (*lead, size[0]), (*lead_axes, size[1])
+        return declare(module, name, nn.initializers.zeros, shape, axes, "bias", block.param_dtype)
+
+    beta = None
+    if block.activation == "swish_learned":
+        start = nn.initializers.constant(block.swish_beta)
+        beta = declare(module, "beta", start, lead, lead_axes, "scale", block.param_dtype)
+    return FFNParams(
+        w_gate=weight("w_gate", D, F, "deep") if block.glu else None,
+        w_up=weight("w_up", D, F, "deep"),
+        w_down=weight("w_down", F, D, "out"),
+        b_gate=bias("b_gate", F) if block.glu else None,
+        b_up=bias("b_up", F),
+        b_down=bias("b_down", D),
+        beta=beta,
+    )
 
 
 class FFN(nn.Module):
-    """Holds the weights of `ffn`.
+    """Holds the parameters of `ffn`.
 
     Attributes:
-        block: activation, gating, initializers and dtypes.
+        block: activation, gating, biases, initializers and dtypes.
         d_ff: F, the hidden width.
         constrain: pins activations to the mesh.
     """
@@ -55,16 +87,7 @@ class FFN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        block, dtype = self.block, jnp.dtype(self.block.compute_dtype)
-        shape, axes = (x.shape[-1], self.d_ff), ("embed", "mlp")
-        init = matrix_init(block, *shape, "deep")
-
-        def weight(name, init, shape, axes):
-            w = declare(self, name, init, shape, axes, "matrix", block.param_dtype, axes[:1], axes[1:])
-            return w.astype(dtype)
-
-        w_gate = weight("w_gate", init, shape, axes) if block.glu else None
-        w_up = weight("w_up", init, shape, axes)
-        w_down = weight("w_down", matrix_init(block, *shape[::-1], "out"), shape[::-1], axes[::-1])
-        pin = lambda hidden: self.constrain(hidden, ("batch", "length", "mlp"))  # noqa: E731
-        return ffn(x.astype(dtype), w_gate, w_up, w_down, block.activation, pin)
+        dtype = jnp.dtype(self.block.compute_dtype)
+        params = declare_ffn(self, self.block, self.d_ff).astype(dtype)
+        pin = lambda units: self.constrain(units, ("batch", "length", "mlp"))  # noqa: E731
+        return ffn(x.astype(dtype), params, hidden_units(self.block), pin)

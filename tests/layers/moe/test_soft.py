@@ -21,7 +21,9 @@ from mixtures import (
 )
 
 from zoo.config import ConfigError, SoftConfig
-from zoo.layers.moe import ExpertParams, init_soft_state
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams
+from zoo.layers.moe import init_soft_state
 from zoo.layers.moe.soft import apply_merged, assign_slots, merge
 
 E, L = 3, 4
@@ -105,9 +107,9 @@ def test_whole_sequences_are_the_formula(whole):
 
 def test_one_hot_weights_are_that_expert():
     _, params = make(CONFIG)
-    stacked = ExpertParams(params["w_gate"], params["w_up"], params["w_down"])
+    stacked = FFNParams(params["w_gate"], params["w_up"], params["w_down"])
     x = tokens(E, 4)
-    y = apply_merged(x, merge(stacked, jnp.eye(E), "float32"), "silu")
+    y = apply_merged(x, merge(stacked, jnp.eye(E), "float32"), HiddenUnits("silu"))
     for e in range(E):
         assert_close(y[e], swiglu(np.asarray(x[e], np.float64), *expert(numpy_params(params), e)))
 

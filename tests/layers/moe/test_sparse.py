@@ -25,7 +25,9 @@ from mixtures import (
 from test_router import LOGITS
 
 from zoo.config import DenseConfig, SparseConfig
-from zoo.layers.moe import ExpertParams, build_moe, route, sorted_experts
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams
+from zoo.layers.moe import build_moe, route, sorted_experts
 from zoo.layers.moe.sparse import capacity, within_capacity
 
 E = 4
@@ -222,12 +224,13 @@ def test_without_a_gate():
 def test_slices_of_experts_add_up():
     """What expert parallelism does: each device its own experts, and a sum over devices."""
     _, params = make(CONFIG)
-    params = ExpertParams(params["w_gate"], params["w_up"], params["w_down"])
+    params = FFNParams(params["w_gate"], params["w_up"], params["w_down"])
     x, indices = tokens(1, 9)[0], jax.random.randint(jax.random.key(0), (9, 2), 0, E + 1)  # E: to no expert
     weights = jax.random.uniform(jax.random.key(1), (9, 2))
     run = jax.jit(sorted_experts, static_argnums=4)
-    slices = [run(x, indices, weights, jax.tree.map(lambda w: w[i : i + 2], params), "silu", i) for i in (0, 2)]  # noqa: B023
-    assert_close(sum(slices), run(x, indices, weights, params, "silu"))
+    silu, part = HiddenUnits("silu"), lambda i: jax.tree.map(lambda w: w[i : i + 2], params)
+    slices = [run(x, indices, weights, part(i), silu, i) for i in (0, 2)]
+    assert_close(sum(slices), run(x, indices, weights, params, silu))
 
 
 def test_gradients_of_gates_router_and_experts_equal_finite_differences():
@@ -240,13 +243,13 @@ def test_gradients_of_gates_router_and_experts_equal_finite_differences():
         @jax.jit
         def mixture(x, w_router, *experts):
             weights, indices, _ = route(x @ w_router, 2, True)
-            return sorted_experts(x, indices, weights, ExpertParams(*experts), "silu")
+            return sorted_experts(x, indices, weights, FFNParams(*experts), HiddenUnits("silu"))
 
         check_grads(mixture, (x, w_router, *experts), order=1, modes=["rev"], rtol=1e-5, atol=1e-5, eps=1e-6)
 
 
 def test_parameters_declare_what_they_are():
-    module = build_moe(block_of(CONFIG, zero_init_out=True))
+    module = build_moe(block_of(CONFIG, out_init="zero"))
     boxed = jax.jit(partial(initialize, module))(jax.random.key(0))
     up, down, router = boxed["w_up"], boxed["w_down"], boxed["router"]["w"]
     assert up.axes == boxed["w_gate"].axes == ("expert", "embed", "mlp") and up.inputs == ("embed",)

@@ -14,12 +14,13 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
-from zoo.config import Activation, BlockConfig, ConfigError, SoftConfig
-from zoo.kernels.grouped_matmul import collect, spread
-from zoo.layers.ffn import FFN, ffn
-from zoo.layers.logical import Constrain, declare, unconstrained
-from zoo.layers.moe.experts import ExpertParams, declare_experts
+from zoo.config import BlockConfig, ConfigError, SoftConfig
+from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_matmul import FFNParams, collect, spread
+from zoo.layers.ffn import declare_ffn, ffn, hidden_units
+from zoo.layers.logical import Axes, Constrain, declare, unconstrained
 from zoo.layers.moe.router import Router, RoutingStats, routing_stats
+from zoo.layers.moe.shared import add_shared, build_shared
 
 
 class SoftState(NamedTuple):
@@ -29,7 +30,7 @@ class SoftState(NamedTuple):
         sum: [B, D] float32, the sum of the mixture's inputs in the segment so far.
         tokens: [B] float32, how many they are.
         logits: [B, E] float32, raw router logits that serve it.
-        merged: the expert that serves it, [B, D, F] and [B, F, D] in the compute dtype.
+        merged: the expert that serves it, with a leading [B], in the compute dtype.
         document: [B] int32, segment id of its document; 0 before the first token.
         segment: [B] int32, its number in the document, position // L.
     """
@@ -37,7 +38,7 @@ class SoftState(NamedTuple):
     sum: Array
     tokens: Array
     logits: Array
-    merged: ExpertParams
+    merged: FFNParams
     document: Array
     segment: Array
 
@@ -50,26 +51,38 @@ def init_soft_state(config: SoftConfig, block: BlockConfig, batch_size: int) -> 
     """
     if not config.causal:
         raise ConfigError(f"{config.named('segment_length')} cannot decode token by token; set a length")
-    wide = (batch_size, block.d_model, config.d_ff)
-    up = jnp.zeros(wide, block.compute_dtype)
     return SoftState(
-        sum=jnp.zeros(wide[:2], jnp.float32),
+        sum=jnp.zeros((batch_size, block.d_model), jnp.float32),
         tokens=jnp.zeros(batch_size, jnp.float32),
         document=jnp.zeros(batch_size, jnp.int32),
         segment=jnp.zeros(batch_size, jnp.int32),
         logits=jnp.zeros((batch_size, config.n_experts), jnp.float32),
-        merged=ExpertParams(up if block.glu else None, up, up.swapaxes(1, 2)),
+        merged=_empty_expert(config, block, batch_size),
     )
 
 
-def merge(params: ExpertParams, weights: Float[Array, "*N E"], dtype: str) -> ExpertParams:
-    """theta = sum_e weights_e theta_e, summed in float32: [*N, D, F] and [*N, F, D] in `dtype`.
+def _empty_expert(config: SoftConfig, block: BlockConfig, batch_size: int) -> FFNParams:
+    zeros = lambda *shape: jnp.zeros((batch_size, *shape), block.compute_dtype)  # noqa: E731
+    D, F = block.d_model, config.d_ff
+    return FFNParams(
+        w_gate=zeros(D, F) if block.glu else None,
+        w_up=zeros(D, F),
+        w_down=zeros(F, D),
+        b_gate=zeros(F) if block.glu and block.ffn_bias else None,
+        b_up=zeros(F) if block.ffn_bias else None,
+        b_down=zeros(D) if block.ffn_bias else None,
+        beta=zeros() if block.activation == "swish_learned" else None,
+    )
+
+
+def merge(params: FFNParams, weights: Float[Array, "*N E"], dtype: str) -> FFNParams:
+    """theta = sum_e weights_e theta_e, summed in float32: every [E, ...] becomes [*N, ...] in `dtype`.
 
     Source: SMEAR, arXiv 2306.03745, section 3.
     """
 
     def one(w: Array) -> Array:
-        return jnp.einsum("...E,EDF->...DF", weights, w.astype(jnp.float32)).astype(dtype)
+        return jnp.tensordot(weights, w.astype(jnp.float32), 1).astype(dtype)
 
     return jax.tree.map(one, params)
 
@@ -137,12 +150,24 @@ def _starts(document: Array, segment: Array, token_mask: Array, opened: tuple[Ar
     return token_mask & (differs(document, opened[0]) | differs(segment, opened[1]))
 
 
-def apply_merged(x: Float[Array, "*N W D"], merged: ExpertParams, activation: Activation) -> Float[Array, "*N W D"]:
-    """Each group of W tokens through its own merged expert, [*N, D, F] and [*N, F, D]."""
-    run = lambda x, expert: ffn(x, *expert, activation)  # noqa: E731
+def apply_merged(x: Float[Array, "*N W D"], merged: FFNParams, hidden: HiddenUnits) -> Float[Array, "*N W D"]:
+    """Each group of W tokens through its own merged expert, whose parameters have the leading axes [*N]."""
+    run = lambda x, expert: ffn(x, expert, hidden)  # noqa: E731
     for _ in x.shape[:-2]:
         run = jax.vmap(run)
     return run(x, merged)
+
+
+# Of a merged expert; its width D stays whole.
+_AXES = FFNParams(
+    w_gate=(None, "mlp"),
+    w_up=(None, "mlp"),
+    w_down=("mlp", None),
+    b_gate=("mlp",),
+    b_up=("mlp",),
+    b_down=(None,),
+    beta=(),
+)
 
 
 class SoftMoE(nn.Module):
@@ -170,9 +195,8 @@ class SoftMoE(nn.Module):
         self.bias = declare(
             self, "router_bias", nn.initializers.zeros, (config.n_experts,), ("expert",), "bias", "float32"
         )
-        self.params = declare_experts(self, block, config.n_experts, config.d_ff)
-        if config.n_shared_experts:
-            self.shared = FFN(block, config.n_shared_experts * config.d_ff, self.constrain)
+        self.params = declare_ffn(self, block, config.d_ff, config.n_experts)
+        self.shared = build_shared(config, block, self.constrain)
 
     def __call__(
         self,
@@ -193,20 +217,22 @@ class SoftMoE(nn.Module):
             run = self._step if cache is not None and x.shape[1] == 1 else self._segments
             y, stats, cache = run(x, token_mask, segment_ids, segment, cache)
         y = self.constrain(jnp.where(token_mask[..., None], y, 0), ("batch", "length", "embed"))
-        return (y + self.shared(x) if self.config.n_shared_experts else y), stats, cache
+        return add_shared(y, x, self.shared), stats, cache
 
     def _logits(self, summary: Float[Array, "*N D"]) -> Float[Array, "*N E"]:
         return self.router(summary) + self.bias
 
-    def _merge(self, logits: Float[Array, "*N E"]) -> ExpertParams:
+    def _merge(self, logits: Float[Array, "*N E"]) -> FFNParams:
         merged = merge(self.params, jax.nn.softmax(logits), self.block.compute_dtype)
         lead = ("batch", None)[: logits.ndim - 1]
-        pin = lambda w, axes: None if w is None else self.constrain(w, (*lead, *axes))  # noqa: E731
-        up, down = (None, "mlp"), ("mlp", None)
-        return ExpertParams(pin(merged.w_gate, up), pin(merged.w_up, up), pin(merged.w_down, down))
 
-    def _apply(self, x: Float[Array, "*N W D"], merged: ExpertParams) -> Float[Array, "*N W D"]:
-        return apply_merged(x.astype(self.block.compute_dtype), merged, self.block.activation)
+        def pin(p: Array, axes: Axes) -> Array:
+            return self.constrain(p, (*lead, *axes))
+
+        return FFNParams(*(None if p is None else pin(p, axes) for p, axes in zip(merged, _AXES, strict=True)))
+
+    def _apply(self, x: Float[Array, "*N W D"], merged: FFNParams) -> Float[Array, "*N W D"]:
+        return apply_merged(x.astype(self.block.compute_dtype), merged, hidden_units(self.block))
 
     def _whole(self, x: Array, token_mask: Array) -> tuple[Array, RoutingStats]:
         tokens = jnp.sum(token_mask, axis=1, dtype=jnp.float32)
@@ -239,7 +265,7 @@ class SoftMoE(nn.Module):
             state = SoftState(*kept, *_latest(token_mask, (document, segment), opened))
         return y, _stats(logits, tokens), state
 
-    def _merge_after(self, logits: Array, state: SoftState) -> ExpertParams:
+    def _merge_after(self, logits: Array, state: SoftState) -> FFNParams:
         """Merged experts of all slots, where slot 0 keeps the one that serves the open segment."""
         later = self._merge(logits[:, 1:])
         return jax.tree.map(lambda first, rest: jnp.concatenate([first[:, None], rest], 1), state.merged, later)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from zoo.config import BlockConfig, SparseConfig
-from zoo.layers.ffn import FFN
+from zoo.layers.ffn import declare_ffn, hidden_units
 from zoo.layers.logical import Constrain, unconstrained
-from zoo.layers.moe.experts import Experts, declare_experts, sorted_experts
+from zoo.layers.moe.experts import Experts, sorted_experts
 from zoo.layers.moe.router import Router, RoutingStats, route, routing_stats
+from zoo.layers.moe.shared import add_shared, build_shared
 
 
 def capacity(capacity_factor: float, top_k: int, length: int, n_experts: int) -> int:
@@ -88,13 +89,11 @@ class SparseMoE(nn.Module):
 
     def _run(self, x: Array, indices: Array, weights: Array) -> Float[Array, "B T D"]:
         config, dtype = self.config, self.block.compute_dtype
-        params = declare_experts(self, self.block, config.n_experts, config.d_ff).astype(dtype)
+        params = declare_ffn(self, self.block, config.d_ff, config.n_experts).astype(dtype)
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-        y = self.experts(flat(x.astype(dtype)), flat(indices), flat(weights), params, self.block.activation)
+        y = self.experts(flat(x.astype(dtype)), flat(indices), flat(weights), params, hidden_units(self.block))
         y = self.constrain(y.reshape(x.shape), ("batch", "length", "embed"))
-        if config.n_shared_experts == 0:
-            return y
-        return y + FFN(self.block, config.n_shared_experts * config.d_ff, self.constrain, name="shared")(x)
+        return add_shared(y, x, build_shared(config, self.block, self.constrain, name="shared"))
 
 
 def _stats(logits: Array, weights: Array, indices: Array, kept: Array, token_mask: Array) -> RoutingStats:

@@ -1,4 +1,4 @@
-"""Gemma 1 to 3: GEGLU, scaled and tied embeddings, norms that multiply by 1 + scale; windows and sandwich norms in 2, 3."""
+"""Gemma 1 to 3: GEGLU, scaled tied embeddings, norms that multiply by 1 + scale; from 2 on windows and more norms."""
 
 from typing import Any
 
