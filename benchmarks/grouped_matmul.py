@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from zoo.kernels import grouped_matmul as kernel
+from zoo.kernels.glu import HiddenUnits
 
 # name: (tokens T, experts E, experts per token k, width D, expert width F)
 CASES = {
@@ -82,7 +83,7 @@ def dense(top_k, x, scale, gate, up, down, counts):
 
 
 def fused(x, scale, gate, up, down, counts):
-    return kernel.grouped_ffn(x, scale, gate, up, down, counts, silu)
+    return kernel.grouped_ffn(x, scale, kernel.FFNParams(gate, up, down), counts, HiddenUnits("silu"))
 
 
 def candidates(top_k, only):

@@ -82,6 +82,29 @@ def test_rows_that_do_not_divide_and_no_gate():
     assert_equal(found, on_one_device(n=3, glu=False))
 
 
+def biased_inputs():
+    """Every parameter that a feed-forward network can have."""
+    x, indices, weights, params = make_inputs()
+    rng = np.random.default_rng(1)
+    normal = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    biases = {"b_gate": normal(E, F), "b_up": normal(E, F), "b_down": normal(E, D), "beta": normal(E)}
+    return x, indices, weights, params._replace(**biases)
+
+
+def test_biases_and_a_learned_beta():
+    """The output's bias is added once, however many parts the hidden units are in."""
+
+    def run(experts):
+        return lambda x, indices, weights, params, _: experts(
+            x, indices, weights, params, HiddenUnits("swish_learned", glu_clamp=0.5)
+        )
+
+    inputs = biased_inputs()
+    expected = values_and_grads(run(sorted_experts), inputs)
+    for config in (MeshConfig(data=1, fsdp=2, expert=2, tensor=2), MeshConfig(data=2, tensor=4)):
+        assert_equal(values_and_grads(run(MeshExperts(make_mesh(config))), inputs), expected)
+
+
 def test_no_device_gathers_the_tokens():
     mesh = make_mesh(MESHES["data 8"])
     x, indices, weights, params = make_inputs()
