@@ -1,4 +1,4 @@
-"""Norm, positions and feed-forward networks against NumPy float64 versions written from the formulas."""
+"""Norm and feed-forward networks against NumPy float64 versions written from the formulas."""
 
 import math
 import typing
@@ -12,7 +12,6 @@ from zoo.kernels.glu import ACTIVATIONS, HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.layers.ffn import ffn
 from zoo.layers.norm import rms_norm
-from zoo.layers.position import rotary
 
 RNG = np.random.default_rng(0)
 
@@ -43,24 +42,6 @@ def test_rms_norm_of_bfloat16_is_computed_in_float32():
     out = rms_norm(x, jnp.ones(512), 0.0)
     assert out.dtype == jnp.bfloat16
     np.testing.assert_array_equal(out.astype(jnp.float32), 1.0)
-
-
-def test_rotary_rotates_pairs_of_halves():
-    x, positions, theta = RNG.normal(size=(2, 7, 3, 8)), RNG.integers(0, 1000, (2, 7)), 500.0
-    angle = positions[..., None, None] * theta ** (-2 * np.arange(4) / 8)
-    pairs = (x[..., :4] + 1j * x[..., 4:]) * np.exp(1j * angle)
-    expected = np.concatenate([pairs.real, pairs.imag], axis=-1)
-    np.testing.assert_allclose(rotary(*as32(x), jnp.asarray(positions), theta), expected, atol=3e-4)
-
-
-def test_rotated_products_depend_on_the_distance_only():
-    q, k = as32(RNG.normal(size=(1, 1, 1, 16)), RNG.normal(size=(1, 1, 1, 16)))
-
-    def product(m, n):
-        return jnp.vdot(rotary(q, jnp.array([[m]]), 1e4), rotary(k, jnp.array([[n]]), 1e4))
-
-    np.testing.assert_allclose(product(7, 3), product(104, 100), rtol=1e-4)
-    assert abs(product(7, 3) - product(7, 4)) > 1e-3
 
 
 @pytest.mark.parametrize("name", list(FORMULAS))

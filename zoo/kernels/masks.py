@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+import jax.numpy as jnp
 from jaxtyping import Array, Bool, Int
 
 
@@ -19,3 +20,15 @@ class Causal:
         """Whether a query at position `query` sees a key at position `key`; shapes broadcast."""
         causal = key <= query
         return causal if self.window is None else causal & (query - key < self.window)
+
+
+@dataclass(frozen=True)
+class Full:
+    """A query sees every key (of its segment), as in attention to another sequence."""
+
+    def allows(self, query: Int[Array, "*#N"], key: Int[Array, "*#N"]) -> Bool[Array, "*#N"]:
+        """True everywhere; shapes broadcast."""
+        return jnp.ones(jnp.broadcast_shapes(query.shape, key.shape), bool)
+
+
+Mask = Causal | Full

@@ -1,4 +1,4 @@
-"""Self-attention with rotary positions, grouped key and value heads, and a cache for generation."""
+"""Attention with grouped key and value heads: to the tokens so far, with a cache for generation, or to others."""
 
 from typing import Any, NamedTuple
 
@@ -7,13 +7,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
-from zoo.kernels.attention import attention
+from zoo.kernels.attention import Attend, attention
 from zoo.kernels.linear import linear
-from zoo.kernels.masks import Causal
+from zoo.kernels.masks import Causal, Full, Mask
 from zoo.layers.initializers import Use, matrix_init
 from zoo.layers.logical import Constrain, declare, unconstrained
 from zoo.layers.norm import build_qk_norm
-from zoo.layers.position import rotary
+from zoo.layers.position import alibi_slopes, rope_frequencies, rotary
 
 
 class KVCache(NamedTuple):
@@ -58,16 +58,30 @@ def write_kv_cache(
     )
 
 
-class Attention(nn.Module):
-    """Causal self-attention: MHA for K = H, MQA for K = 1, GQA between (arXiv 2305.13245).
+class Memory(NamedTuple):
+    """Another sequence to attend to.
 
     Attributes:
-        block: head counts, window, rotary base, initializers and dtypes.
+        x: [B, S, D], what keys and values are made of.
+        segment_ids: [B, S], each token's document, which a query sees where it is its own; 0 for padding.
+    """
+
+    x: Array
+    segment_ids: Array
+
+
+class Attention(nn.Module):
+    """Causal self-attention, or attention to a memory: MHA for K = H, MQA for K = 1, GQA between (arXiv 2305.13245).
+
+    Attributes:
+        block: head counts, window, positions, biases, initializers and dtypes.
         constrain: pins activations to the mesh.
+        attend: computes attention; the signature of kernels.attention.attention.
     """
 
     block: BlockConfig
     constrain: Constrain = unconstrained
+    attend: Attend = attention
 
     @nn.compact
     def __call__(
@@ -76,12 +90,23 @@ class Attention(nn.Module):
         positions: Int[Array, "B T"],
         segment_ids: Int[Array, "B T"],
         cache: KVCache | None = None,
+        memory: Memory | None = None,
+        deterministic: bool = True,
     ) -> tuple[Float[Array, "B T D"], KVCache | None]:
         """Returns the output, and the cache with these tokens in it where one was given.
 
-        A token at a position that the cache has no room for gives NaN.
+        A token at a position that the cache has no room for gives NaN. With a memory, keys and values are made of
+        it, positions do not matter, and the cache stays as it is. Dropout needs the rng stream "dropout".
         """
-        q, k, v = self._project(x.astype(self.block.compute_dtype), positions)
+        block = self.block
+        rope = block.position == "rope" and memory is None
+        x = x.astype(block.compute_dtype)
+        q, k, v = self._project(x, x if memory is None else memory.x.astype(block.compute_dtype), positions, rope)
+        settings = self._settings(deterministic, distances=memory is None)
+        if memory is not None:
+            nowhere = jnp.zeros_like(memory.segment_ids)
+            places = (positions, nowhere, segment_ids, memory.segment_ids)
+            return self._output(self._attend(q, k, v, Full(), places, settings)), cache
         k_seen, v_seen, kv_positions, kv_segment_ids = k, v, positions, segment_ids
         if cache is not None:
             # A cache holds one document per row: whatever is real there is visible here.
@@ -96,19 +121,30 @@ class Attention(nn.Module):
                 kv_positions = jnp.concatenate([cache.positions, own], axis=1)
             kv_segment_ids = (kv_positions >= 0).astype(jnp.int32)
             cache = written
-        out = attention(
-            q,
-            k_seen,
-            v_seen,
-            mask=Causal(self.block.window),
-            q_positions=positions,
-            kv_positions=kv_positions,
-            q_segment_ids=segment_ids,
-            kv_segment_ids=kv_segment_ids,
-        )
+        places = (positions, kv_positions, segment_ids, kv_segment_ids)
+        out = self._attend(q, k_seen, v_seen, Causal(block.window), places, settings)
         if cache is not None:
             out = self._refuse_overflow(out, positions, cache)
-        return self._output(self.constrain(out, ("batch", "length", "heads", "head_dim"))), cache
+        return self._output(out), cache
+
+    def _attend(self, q: Array, k: Array, v: Array, mask: Mask, places: tuple[Array, ...], settings: Any) -> Array:
+        names = ("q_positions", "kv_positions", "q_segment_ids", "kv_segment_ids")
+        out = self.attend(q, k, v, mask=mask, **dict(zip(names, places, strict=True)), **settings)
+        return self.constrain(out, ("batch", "length", "heads", "head_dim"))
+
+    def _settings(self, deterministic: bool, distances: bool) -> dict[str, Any]:
+        """What the block asks of `attend` beside masks."""
+        block = self.block
+        settings: dict[str, Any] = {"scale": block.attention_scale, "softcap": block.attention_softcap}
+        if block.position == "alibi" and distances:
+            settings["alibi_slopes"] = jnp.asarray(alibi_slopes(block.n_heads), jnp.float32)
+        if block.attention_sinks:
+            shape, axes = (block.n_heads,), ("heads",)
+            init = nn.initializers.zeros
+            settings["sinks"] = declare(self, "sinks", init, shape, axes, "bias", block.param_dtype)
+        if block.attention_dropout > 0 and not deterministic:
+            settings |= {"dropout_rate": block.attention_dropout, "dropout_key": self.make_rng("dropout")}
+        return settings
 
     def _refuse_overflow(self, out: Array, positions: Array, cache: KVCache) -> Array:
         """NaN for tokens behind the end of a cache that has to hold every token: it has lost some that they see."""
@@ -117,28 +153,41 @@ class Attention(nn.Module):
             return out
         return jnp.where((positions < slots)[..., None, None], out, jnp.nan)
 
-    def _project(self, x: Array, positions: Array) -> tuple[Array, Array, Array]:
-        """Queries, keys and values, normalized and rotated."""
+    def _project(self, x: Array, source: Array, positions: Array, rope: bool) -> tuple[Array, Array, Array]:
+        """Queries of x, keys and values of the source, normalized and rotated."""
         block = self.block
-        q = self._heads("w_q", x, block.n_heads, "heads", "inner")
-        k = self._heads("w_k", x, block.n_kv_heads, "kv_heads", "inner")
-        v = self._heads("w_v", x, block.n_kv_heads, "kv_heads", "deep")
+        q = self._heads("q", x, block.n_heads, "heads", "inner")
+        k = self._heads("k", source, block.n_kv_heads, "kv_heads", "inner")
+        v = self._heads("v", source, block.n_kv_heads, "kv_heads", "deep")
         if block.qk_norm:
             q = build_qk_norm(block, "heads", "q_norm")(q)
             k = build_qk_norm(block, "kv_heads", "k_norm")(k)
-        return rotary(q, positions, block.rope_theta), rotary(k, positions, block.rope_theta), v
+        if not rope:
+            return q, k, v
+        frequencies, factor = rope_frequencies(block)
+        q, k = (rotary(x, positions, frequencies, block.rope_interleaved, factor) for x in (q, k))
+        return q, k, v
 
     def _heads(self, name: str, x: Array, n_heads: int, axis: str, use: Use) -> Array:
         shape = (x.shape[-1], n_heads, self.block.head_dim)
         init = matrix_init(self.block, shape[0], shape[1] * shape[2], use)
-        w = self._matrix(name, init, shape, ("embed", axis, "head_dim"), inputs=1)
-        return self.constrain(linear(x, w), ("batch", "length", axis, "head_dim"))
+        w = self._matrix(f"w_{name}", init, shape, ("embed", axis, "head_dim"), inputs=1)
+        y = self._biased(name, linear(x, w), (axis, "head_dim"))
+        return self.constrain(y, ("batch", "length", axis, "head_dim"))
 
     def _output(self, heads: Array) -> Array:
         shape = (*heads.shape[-2:], self.block.d_model)
         init = matrix_init(self.block, shape[0] * shape[1], shape[2], "out")
         w = self._matrix("w_o", init, shape, ("heads", "head_dim", "embed"), inputs=2)
-        return linear(heads, w, n_inputs=2)
+        return self._biased("o", linear(heads, w, n_inputs=2), ("embed",))
+
+    def _biased(self, name: str, y: Array, axes: tuple[str, ...]) -> Array:
+        """y plus the bias of a projection, where it has one."""
+        if name not in self.block.attention_bias:
+            return y
+        shape = y.shape[-len(axes) :]
+        b = declare(self, f"b_{name}", nn.initializers.zeros, shape, axes, "bias", self.block.param_dtype)
+        return y + b.astype(y.dtype)
 
     def _matrix(self, name: str, init: Any, shape: tuple[int, ...], axes: tuple[str, ...], inputs: int) -> Array:
         dtype = self.block.param_dtype
