@@ -86,6 +86,23 @@ def attention_weights(
 ) -> Float[Array, "B H T S"]:
     """The weights that `attention`, whose arguments these are, gives the values: each row adds to 1, or to less
     with a sink, or to 0 where nothing is visible."""
+    scores = attention_scores(q, k, q_positions, kv_positions, scale, softcap, alibi_slopes)
+    visible = mask.allows(q_positions[:, :, None], kv_positions[:, None, :])
+    visible &= (q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]) & (q_segment_ids > 0)[:, :, None]
+    sink = None if sinks is None else sinks.astype(scores.dtype)[:, None, None]
+    return _softmax(scores, visible[:, None], sink)
+
+
+def attention_scores(
+    q: Float[Array, "B T H h"],
+    k: Float[Array, "B S K h"],
+    q_positions: Int[Array, "B T"],
+    kv_positions: Int[Array, "B S"],
+    scale: float,
+    softcap: float | None = None,
+    alibi_slopes: Float[Array, "H"] | None = None,
+) -> Float[Array, "B H T S"]:
+    """What `attention`, whose arguments these are, takes the softmax of, before the mask."""
     (B, T, H, h), (S, K) = q.shape, k.shape[1:3]
     if H % K:
         raise ValueError(f"attention: {H} query heads are not a multiple of {K} key and value heads")
@@ -99,9 +116,7 @@ def attention_weights(
     if alibi_slopes is not None:
         distance = (q_positions[:, None, :, None] - kv_positions[:, None, None, :]).astype(dtype)
         scores -= alibi_slopes.astype(dtype)[:, None, None] * distance
-    visible = mask.allows(q_positions[:, :, None], kv_positions[:, None, :])
-    visible &= (q_segment_ids[:, :, None] == kv_segment_ids[:, None, :]) & (q_segment_ids > 0)[:, :, None]
-    return _softmax(scores, visible[:, None], None if sinks is None else sinks.astype(dtype)[:, None, None])
+    return scores
 
 
 def _softmax(scores: Array, visible: Array, sink: Array | None) -> Array:
