@@ -1,4 +1,4 @@
-"""The command line: zoo train | generate | check."""
+"""The command line: zoo train | generate | check | trace."""
 
 import errno
 import io
@@ -21,6 +21,7 @@ USAGE = """usage: zoo COMMAND [OPTIONS]
   zoo train --config FILE [OPTIONS]      train a model, or go on with an interrupted run
   zoo generate --model RUN_DIR [OPTIONS] write text with a trained model
   zoo check --config FILE [OPTIONS]      run the laws of a causal decoder on a model
+  zoo trace --preset NAME --text "..."   show every step of one sentence's way through a model
 
 zoo COMMAND --help lists the options of a command. Each takes a value; one of True and False alone means True.
 """

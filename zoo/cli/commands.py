@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
+from zoo.cli.trace import trace
 from zoo.config import Experiment, ModelConfig, SparseConfig, as_mixture
 
 # What the help shows where no file is given.
@@ -126,7 +127,7 @@ def generate(args: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "generate": generate, "check": check}
+COMMANDS = {"train": train, "generate": generate, "check": check, "trace": trace}
 
 
 def _with_experiment(command: type[WithExperiment], args: Sequence[str], prog: str) -> Any:
