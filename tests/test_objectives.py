@@ -1,5 +1,7 @@
 """Cross entropy in chunks against NumPy float64, and sums that add."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,9 @@ import pytest
 import zoo
 from tests.laws.architectures import ARCHITECTURES
 from zoo import objectives
+from zoo.config import ModelConfig
 from zoo.laws.case import make_case
+from zoo.layers.embedding import HeadWeights
 
 
 def reference(hidden, head, labels):
@@ -28,20 +32,57 @@ def inputs():
     return jnp.asarray(hidden, jnp.float32), jnp.asarray(head, jnp.float32), jnp.asarray(labels)
 
 
+CONFIG = ModelConfig(vocab_size=13, d_model=8, n_heads=1)
+
+
+def row_cross_entropy(hidden, head, labels):
+    return objectives.row_cross_entropy(hidden, HeadWeights(head, None), labels, CONFIG)
+
+
+def cross_entropy(hidden, head, labels):
+    return objectives.cross_entropy(hidden, HeadWeights(head, None), labels, CONFIG)[0]
+
+
 @pytest.mark.parametrize("chunk", [1, 3 * 13 * 4, 10**6])  # one position, four (11 is not a multiple), all
 def test_cross_entropy_and_its_gradient_do_not_depend_on_chunks(inputs, chunk, monkeypatch):
     monkeypatch.setattr(objectives, "CHUNK_SIZE", chunk)
     hidden, head, labels = inputs
-    np.testing.assert_allclose(objectives.row_cross_entropy(*inputs), reference(*inputs), rtol=1e-5, atol=1e-5)
-    np.testing.assert_allclose(objectives.cross_entropy(*inputs), reference(*inputs).sum(), rtol=1e-5)
+    np.testing.assert_allclose(row_cross_entropy(*inputs), reference(*inputs), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(cross_entropy(*inputs), reference(*inputs).sum(), rtol=1e-5)
 
     def plain(hidden, head):
         return -jnp.where(labels >= 0, jax.nn.log_softmax(hidden @ head)[_index(labels)], 0).sum()
 
     expected = jax.grad(lambda *x: 0.3 * plain(*x), argnums=(0, 1))(hidden, head)
-    actual = jax.grad(lambda *x: 0.3 * objectives.cross_entropy(*x, labels), argnums=(0, 1))(hidden, head)
+    actual = jax.grad(lambda *x: 0.3 * cross_entropy(*x, labels), argnums=(0, 1))(hidden, head)
     for a, b in zip(actual, expected, strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [3 * 16 * 4, 10**6])
+def test_bias_softcap_padded_vocabulary_and_z_loss(inputs, chunk, monkeypatch):
+    """Values, gradients of every operand, and no gradient for padded rows; labels never fall on them."""
+    monkeypatch.setattr(objectives, "CHUNK_SIZE", chunk)
+    config = dataclasses.replace(CONFIG, vocab_multiple=16, logit_softcap=2.0, logit_z_weight=0.1, head_bias=True)
+    hidden, _, labels = inputs
+    rng = np.random.default_rng(1)
+    head = HeadWeights(*(jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((8, 16), 16)))
+
+    def plain(hidden, head):
+        scores = 2 * jnp.tanh((hidden @ head.w + head.bias) / 2)[..., :13]
+        z = jnp.square(jax.nn.logsumexp(scores, axis=-1))
+        loss = -jax.nn.log_softmax(scores)[_index(labels)]
+        loss, z = (jnp.where(labels >= 0, x, 0).sum() for x in (loss, z))
+        return loss + 0.1 * z, loss, z
+
+    found = objectives.cross_entropy(hidden, head, labels, config)
+    np.testing.assert_allclose(found, plain(hidden, head), rtol=1e-5)
+    rows = objectives.row_cross_entropy(hidden, head, labels, config)
+    np.testing.assert_allclose(rows.sum(), found[1], rtol=1e-5)
+    first = lambda f: jax.grad(lambda *x: 0.3 * f(*x)[0], argnums=(0, 1))(hidden, head)  # noqa: E731
+    actual, expected = first(lambda *x: objectives.cross_entropy(*x, labels, config)), first(plain)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), actual, expected)
+    assert not np.any(actual[1].w[:, 13:]) and not np.any(actual[1].bias[13:])
 
 
 def _index(labels):
@@ -51,7 +92,7 @@ def _index(labels):
 
 def test_logits_are_never_whole(inputs, monkeypatch):
     monkeypatch.setattr(objectives, "CHUNK_SIZE", 3 * 13 * 2)
-    program = str(jax.make_jaxpr(jax.grad(objectives.cross_entropy, argnums=(0, 1)))(*inputs))
+    program = str(jax.make_jaxpr(jax.grad(cross_entropy, argnums=(0, 1)))(*inputs))
     assert "f32[3,2,13]" in program
     assert "f32[3,11,13]" not in program
 

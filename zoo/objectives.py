@@ -4,6 +4,7 @@ Everything that is summed over tokens is summed in one additive pytree, `Sums`, 
 summed. Sums of micro-batches, devices and evaluation batches therefore add up to those of the whole.
 """
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -12,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.config import ModelConfig
 from zoo.data.loader import Batch
+from zoo.layers.embedding import HeadWeights, scores_of
 from zoo.layers.moe.balance import balance_loss, z_loss
 from zoo.layers.moe.router import RoutingStats
 from zoo.models.decoder import Decoder
@@ -24,12 +26,16 @@ class Sums(NamedTuple):
     """Sums over the tokens of any number of batches.
 
     Attributes:
-        loss: [] cross entropy, nats.
+        objective: [] cross entropy and weighted z-loss of the logits, nats: what carries their gradient.
+        loss: [] cross entropy alone, nats. No gradient.
+        z: [] squared logsumexp of the logits. No gradient.
         weight: [] labels.
         routing: the model's routing statistics, [stage][block].
     """
 
+    objective: Array
     loss: Array
+    z: Array
     weight: Array
     routing: Any
 
@@ -39,14 +45,15 @@ def sums(
 ) -> Sums:
     """Loss, weight and routing statistics of a batch, differentiable in `params`."""
     hidden, routing, _ = _apply(model, params, batch, deterministic, rngs)
-    loss = cross_entropy(hidden, model.head_weights(params), batch.labels)
-    return Sums(loss, label_count(batch.labels).sum(), routing)
+    objective, loss, z = cross_entropy(hidden, model.head_weights(params), batch.labels, model.config)
+    return Sums(objective, loss, z, label_count(batch.labels).sum(), routing)
 
 
 def row_losses(model: Decoder, params: Any, batch: Batch) -> tuple[Float[Array, "B"], Float[Array, "B"]]:
     """Cross entropy in nats and number of labels of every row, for evaluation."""
     hidden, _, _ = _apply(model, params, batch, True, None)
-    return row_cross_entropy(hidden, model.head_weights(params), batch.labels), label_count(batch.labels)
+    losses = row_cross_entropy(hidden, model.head_weights(params), batch.labels, model.config)
+    return losses, label_count(batch.labels)
 
 
 def _apply(model: Decoder, params: Any, batch: Batch, deterministic: bool, rngs: Any) -> Any:
@@ -70,69 +77,88 @@ def label_count(labels: Int[Array, "B T"]) -> Float[Array, "B"]:
 
 
 def row_cross_entropy(
-    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], labels: Int[Array, "B T"]
+    hidden: Float[Array, "B T D"], head: HeadWeights, labels: Int[Array, "B T"], config: ModelConfig
 ) -> Float[Array, "B"]:
-    """The sum over each row of -log softmax(hidden head)[label], in nats; labels of -1 count nothing.
+    """The sum over each row of -log softmax(logits)[label], in nats; labels of -1 count nothing.
 
     The logits are made in chunks of positions and never stored whole.
 
     Args:
-        hidden: after the final norm; its dtype is that of the head's product, the softmax is float32.
+        hidden: what the head reads; its dtype is that of the head's product, the softmax is float32.
         head: output weights.
     """
-    head = head.astype(hidden.dtype)
+    w = head.w.astype(hidden.dtype)
 
     def step(losses: Array, chunk: Any) -> tuple[Array, None]:
-        return losses + _chunk_loss(chunk[0], head, chunk[1])[0], None
+        return losses + _losses(_product(chunk[0], w), head.bias, chunk[1], config)[0], None
 
-    chunks = _chunked(hidden, labels, head.shape[1])
+    chunks = _chunked(hidden, labels, w.shape[1])
     return jax.lax.scan(step, jnp.zeros(len(hidden), jnp.float32), chunks)[0]
 
 
-@jax.custom_vjp
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
 def cross_entropy(
-    hidden: Float[Array, "B T D"], head: Float[Array, "D V"], labels: Int[Array, "B T"]
-) -> Float[Array, ""]:
-    """The sum of `row_cross_entropy` over the rows.
+    hidden: Float[Array, "B T D"], head: HeadWeights, labels: Int[Array, "B T"], config: ModelConfig
+) -> tuple[Float[Array, ""], Float[Array, ""], Float[Array, ""]]:
+    """Sums over all labels: loss + logit_z_weight * z, and loss and z alone; only the first has a gradient.
 
-    Where a gradient is asked for, each chunk makes it together with its loss, so that the head's product is
-    not computed a second time in the backward pass.
+    The loss is `row_cross_entropy`, z the squared logsumexp of the logits. Where a gradient is asked for, each chunk
+    makes it together with its loss, so that the head's product is not computed a second time in the backward pass.
+
+    Source of the z-loss: PaLM, arXiv 2204.02311, section 5.
     """
-    return row_cross_entropy(hidden, head, labels).sum()
+    w = head.w.astype(hidden.dtype)
+
+    def step(total: Array, chunk: Any) -> tuple[Array, None]:
+        return total + _totals(_product(chunk[0], w), head.bias, chunk[1], config), None
+
+    total, _ = jax.lax.scan(step, jnp.zeros(3, jnp.float32), _chunked(hidden, labels, w.shape[1]))
+    return tuple(total)
 
 
-def _cross_entropy_fwd(hidden: Array, head: Array, labels: Array) -> tuple[Array, tuple[Array, Array]]:
-    head_cast = head.astype(hidden.dtype)
+def _cross_entropy_fwd(hidden: Array, head: HeadWeights, labels: Array, config: ModelConfig) -> tuple[Any, Any]:
+    w = head.w.astype(hidden.dtype)
 
     def step(carry: Any, chunk: Any) -> Any:
-        loss, head_grad = carry
+        total, sums = carry
         x, y = chunk
-        losses, softmax = _chunk_loss(x, head_cast, y)
-        logit_grad = jnp.where(y[..., None] >= 0, softmax - (y[..., None] == jnp.arange(head.shape[1])), 0)
-        logit_grad = logit_grad.astype(hidden.dtype)
-        head_grad += jnp.einsum("BTD,BTV->DV", x, logit_grad, preferred_element_type=jnp.float32)
-        return (loss + losses.sum(), head_grad), jnp.einsum("BTV,DV->BTD", logit_grad, head_cast)
+        new, pull = jax.vjp(lambda product, bias: _totals(product, bias, y, config), _product(x, w), head.bias)
+        d_product, d_bias = pull(jnp.array([1.0, 0.0, 0.0]))
+        d_product = d_product.astype(hidden.dtype)
+        d_w = jnp.einsum("BTD,BTV->DV", x, d_product, preferred_element_type=jnp.float32)
+        sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, HeadWeights(d_w, d_bias))
+        return (total + new, sums), jnp.einsum("BTV,DV->BTD", d_product, w)
 
-    zero = (jnp.zeros((), jnp.float32), jnp.zeros(head.shape, jnp.float32))
-    (loss, head_grad), x_grad = jax.lax.scan(step, zero, _chunked(hidden, labels, head.shape[1]))
-    x_grad = jnp.moveaxis(x_grad, 0, 1).reshape(len(hidden), -1, hidden.shape[-1])[:, : hidden.shape[1]]
-    return loss, (x_grad, head_grad.astype(head.dtype))
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head)
+    (total, d_head), d_hidden = jax.lax.scan(step, (jnp.zeros(3), zeros), _chunked(hidden, labels, w.shape[1]))
+    d_hidden = jnp.moveaxis(d_hidden, 0, 1).reshape(len(hidden), -1, hidden.shape[-1])[:, : hidden.shape[1]]
+    return tuple(total), (d_hidden, jax.tree.map(lambda d, p: d.astype(p.dtype), d_head, head))
 
 
-def _cross_entropy_bwd(grads: tuple[Array, Array], scale: Array) -> tuple[Array, Array, None]:
-    x_grad, head_grad = grads
-    return x_grad * scale.astype(x_grad.dtype), head_grad * scale.astype(head_grad.dtype), None
+def _cross_entropy_bwd(config: ModelConfig, grads: tuple[Array, HeadWeights], scales: Any) -> tuple[Any, Any, None]:
+    del config
+    return *jax.tree.map(lambda d: d * scales[0].astype(d.dtype), grads), None
 
 
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def _chunk_loss(hidden: Array, head: Array, labels: Array) -> tuple[Array, Array]:
-    """The loss of each row of a chunk, and its softmax."""
-    logits = jnp.einsum("BTD,DV->BTV", hidden, head, preferred_element_type=jnp.float32)
-    log_probs = jax.nn.log_softmax(logits)
-    label_log_probs = jnp.take_along_axis(log_probs, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
-    return -jnp.where(labels >= 0, label_log_probs, 0).sum(axis=1), jnp.exp(log_probs)
+def _product(hidden: Array, w: Array) -> Array:
+    return jnp.einsum("BTD,DV->BTV", hidden, w, preferred_element_type=jnp.float32)
+
+
+def _losses(product: Array, bias: Array | None, labels: Array, config: ModelConfig) -> tuple[Array, Array]:
+    """Cross entropy and squared logsumexp of a chunk, each summed over the positions of a row."""
+    scores = scores_of(product, bias, config)
+    total = jax.nn.logsumexp(scores, axis=-1)
+    label_scores = jnp.take_along_axis(scores, jnp.maximum(labels, 0)[..., None], axis=-1)[..., 0]
+    counted = labels >= 0
+    return jnp.where(counted, total - label_scores, 0).sum(1), jnp.where(counted, jnp.square(total), 0).sum(1)
+
+
+def _totals(product: Array, bias: Array | None, labels: Array, config: ModelConfig) -> Float[Array, "3"]:
+    loss, z = (rows.sum() for rows in _losses(product, bias, labels, config))
+    return jnp.stack([loss + config.logit_z_weight * z, loss, z])
 
 
 def _chunked(hidden: Array, labels: Array, vocab_size: int) -> tuple[Array, Array]:
@@ -180,5 +206,5 @@ def moe_layers(routing: Any) -> RoutingStats | None:
 
 
 def total_loss(total: Sums, config: ModelConfig) -> Float[Array, ""]:
-    """Mean cross entropy plus the auxiliary losses of the summed statistics: what training minimizes."""
-    return total.loss / jnp.maximum(total.weight, 1) + auxiliary_loss(total.routing, config)
+    """Mean cross entropy and z-loss plus the auxiliary losses of the summed statistics: what training minimizes."""
+    return total.objective / jnp.maximum(total.weight, 1) + auxiliary_loss(total.routing, config)

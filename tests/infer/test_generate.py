@@ -16,6 +16,7 @@ from zoo.config import Block, DataConfig, DenseConfig, Experiment, ModelConfig, 
 from zoo.data.tokenizer import ByteTokenizer, CharacterTokenizer
 from zoo.infer.generate import PromptError, _encode, _seeds, generate
 from zoo.infer.sampler import sample
+from zoo.layers.embedding import HeadWeights
 from zoo.models.decoder import Cache, Hidden, Output, build
 
 TOKENIZER = CharacterTokenizer(string.ascii_letters + " .,\n")
@@ -87,8 +88,8 @@ class Scripted:
     def init_cache(self, batch_size: int, length: int) -> Cache:
         return Cache(jnp.zeros(batch_size, jnp.int32), ())
 
-    def head_weights(self, params: Any) -> jax.Array:
-        return jnp.eye(self.config.vocab_size)
+    def head_weights(self, params: Any) -> HeadWeights:
+        return HeadWeights(jnp.eye(self.config.vocab_size), None)
 
     def apply(self, variables, tokens, segment_ids=None, cache=None, method=None):
         real = jnp.ones_like(tokens) if segment_ids is None else segment_ids

@@ -57,7 +57,7 @@ def test_hidden_states_times_head_weights_are_the_logits(model):
     tokens = jax.random.randint(jax.random.key(1), (2, 8), 0, 48)
     hidden = jax.jit(lambda p: model.apply({"params": p}, tokens, method="hidden"))(params).hidden
     logits = jax.jit(lambda p: model.apply({"params": p}, tokens))(params).logits
-    np.testing.assert_allclose(hidden @ model.head_weights(params), logits, atol=1e-5)
+    np.testing.assert_allclose(hidden @ model.head_weights(params).w, logits, atol=1e-5)
 
 
 def test_bfloat16_computes_in_bfloat16_and_gives_float32_logits():

@@ -13,6 +13,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 
 from zoo.infer.sampler import row_keys, sample
 from zoo.infer.stream import TextStream
+from zoo.layers.embedding import logits
 
 # Lengths are rounded up to multiples of these, so that few programs serve all prompts.
 PROMPT_MULTIPLE = 32
@@ -158,9 +159,8 @@ def _first(
     last = jnp.sum(segment_ids, axis=1)[:, None, None] - 1
     # Only the last token's logits are wanted: those of a whole prompt would fill the memory.
     row = jnp.take_along_axis(hidden.hidden, last, axis=1)[:, 0]
-    weights = model.head_weights(params).astype(row.dtype)
-    logits = jnp.einsum("BD,DV->BV", row, weights, preferred_element_type=jnp.float32)
-    return _draw(logits, row_keys(keys, 0), sampling), hidden.cache
+    scores = logits(row, model.head_weights(params), model.config)
+    return _draw(scores, row_keys(keys, 0), sampling), hidden.cache
 
 
 @functools.partial(jax.jit, static_argnums=0, donate_argnums=3)
@@ -174,9 +174,9 @@ def _next(
     return _draw(out.logits[:, 0], row_keys(keys, n), sampling), out.cache
 
 
-def _draw(logits: Float[Array, "B V"], keys: Key[Array, "B"], sampling: Sampling) -> Int[Array, "B"]:
-    logits = jnp.where(sampling.allowed, logits, -jnp.inf)
-    return sample(logits, keys, sampling.temperature, sampling.top_k, sampling.top_p)
+def _draw(scores: Float[Array, "B V"], keys: Key[Array, "B"], sampling: Sampling) -> Int[Array, "B"]:
+    scores = jnp.where(sampling.allowed, scores, -jnp.inf)
+    return sample(scores, keys, sampling.temperature, sampling.top_k, sampling.top_p)
 
 
 def _allowed(tokenizer: Any, vocab_size: int) -> Bool[np.ndarray, "V"]:

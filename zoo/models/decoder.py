@@ -5,11 +5,12 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Int
 
 from zoo.config import BlockConfig, ConfigError, ModelConfig, Remat
+from zoo.kernels.attention import Attend, attention
 from zoo.layers.block import DecoderBlock, init_block_cache
-from zoo.layers.embedding import Embedding, Head
+from zoo.layers.embedding import Embedding, Head, HeadWeights, logits
 from zoo.layers.logical import Constrain, abstract_params, unconstrained
 from zoo.layers.norm import build_norm
 
@@ -36,7 +37,7 @@ class Hidden(NamedTuple):
     """What the model computes before its head.
 
     Attributes:
-        hidden: [B, T, D] after the final norm.
+        hidden: [B, T, D], what the head reads.
         routing: [stage][block] of RoutingStats, leaves stacked over the repeats; None for a plain FFN.
         cache: the new cache where one was given.
     """
@@ -60,13 +61,14 @@ class Pattern(nn.Module):
     blocks: tuple[BlockConfig, ...]
     constrain: Constrain
     experts: Any
+    attend: Attend
 
     @nn.compact
     def __call__(self, x: Array, caches: Any, positions: Array, segment_ids: Array, deterministic: bool) -> Any:
         routing, new_caches = [], []
         for i, block in enumerate(self.blocks):
             cache = None if caches is None else caches[i]
-            layer = DecoderBlock(block, self.constrain, self.experts, name=f"block_{i}")
+            layer = DecoderBlock(block, self.constrain, self.experts, self.attend, name=f"block_{i}")
             x, stats, cache = layer(x, positions, segment_ids, cache, deterministic)
             routing.append(stats)
             new_caches.append(cache)
@@ -80,20 +82,29 @@ class Decoder(nn.Module):
         config: its sizes and choices, with the vocabulary size set.
         constrain: pins activations to a mesh (parallel.rules.make_constrain).
         experts: runs the experts of a sparse mixture across a mesh (parallel.experts); None runs them here.
+        attend: computes attention; the signature of kernels.attention.attention.
     """
 
     config: ModelConfig
     constrain: Constrain = unconstrained
     experts: Any = None
+    attend: Attend = attention
 
     def setup(self):
         config = self.config
         self.embedding = Embedding(config, self.constrain)
         for i, stage in enumerate(config.expand()):
-            setattr(self, f"stage_{i}", self._scanned(stage.repeat)(stage.blocks, self.constrain, self.experts))
-        self.final_norm = build_norm(config)
-        if not config.tie_embeddings:
+            pattern = self._scanned(stage.repeat)
+            setattr(self, f"stage_{i}", pattern(stage.blocks, self.constrain, self.experts, self.attend))
+        if self._ends_in_norm:
+            self.final_norm = build_norm(config)
+        if not config.tie_embeddings or config.head_bias:
             self.head = Head(config)
+
+    @property
+    def _ends_in_norm(self) -> bool:
+        """Whether there is a norm after the last block: not where every block ends in one."""
+        return self.config.norm_placement in ("pre", "sandwich")
 
     def _scanned(self, repeat: int) -> Any:
         pattern = Pattern
@@ -124,8 +135,7 @@ class Decoder(nn.Module):
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = restarting_positions(segment_ids) if cache is None else following_positions(cache, segment_ids)
-        x = self.embedding(tokens).astype(self.config.compute_dtype)
-        x = self.constrain(x, ("batch", "length", "embed"))
+        x = self.embedding(tokens, positions, deterministic)
         routing, stages = [], []
         for i in range(len(self.config.expand())):
             stage_cache = None if cache is None else cache.stages[i]
@@ -134,7 +144,7 @@ class Decoder(nn.Module):
             stages.append(stage_cache)
         if cache is not None:
             cache = Cache(cache.length + jnp.sum(segment_ids > 0, axis=1, dtype=jnp.int32), tuple(stages))
-        return Hidden(self.final_norm(x), tuple(routing), cache)
+        return Hidden(self.final_norm(x) if self._ends_in_norm else x, tuple(routing), cache)
 
     def __call__(
         self,
@@ -158,9 +168,10 @@ class Decoder(nn.Module):
             ValueError: the input is longer than the config's context_length.
         """
         hidden, routing, cache = self.hidden(tokens, positions, segment_ids, cache, deterministic)
-        weights = self.embedding.table.T if self.config.tie_embeddings else self.head.w
-        logits = jnp.einsum("BTD,DV->BTV", hidden, weights.astype(hidden.dtype), preferred_element_type=jnp.float32)
-        return Output(self.constrain(logits, ("batch", "length", "vocab")), routing, cache)
+        if self.is_initializing():
+            return Output(hidden[..., : self.config.vocab_size], routing, cache)
+        scores = logits(hidden, self.head_weights(self.variables["params"]), self.config)
+        return Output(self.constrain(scores, ("batch", "length", "vocab")), routing, cache)
 
     def _check_length(self, tokens: Array) -> None:
         if tokens.shape[1] > self.config.context_length:
@@ -180,9 +191,10 @@ class Decoder(nn.Module):
         return abstract_params(lambda: nn.Module.init(self, jax.random.key(0), tokens))["params"]
 
     @nn.nowrap
-    def head_weights(self, params: Any) -> Float[Array, "D V"]:
+    def head_weights(self, params: Any) -> HeadWeights:
         """The output weights among `params`."""
-        return params["embedding"]["table"].T if self.config.tie_embeddings else params["head"]["w"]
+        w = params["embedding"]["table"].T if self.config.tie_embeddings else params["head"]["w"]
+        return HeadWeights(w, params["head"]["bias"] if self.config.head_bias else None)
 
     @nn.nowrap
     def init_cache(self, batch_size: int, length: int) -> Cache:

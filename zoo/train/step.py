@@ -114,7 +114,7 @@ def _accumulated(model: Decoder, params: Any, parts: Batch, key: Array, layout: 
 
     def objective(params: Any, part: Batch, m: Array) -> tuple[Array, Sums]:
         total = _sums(model, params, part, key, m)
-        return total.loss + _dot(weigh, total.routing), total
+        return total.objective + _dot(weigh, total.routing), total
 
     def step(grads: Grads, part: tuple[Array, Batch]) -> tuple[Grads, Sums]:
         new, total = jax.grad(objective, has_aux=True)(params, part[1], part[0])
@@ -178,6 +178,8 @@ def measure(total: Sums, model: Decoder) -> Metrics:
     router in nats per token.
     """
     metrics = {"train/loss": total.loss / jnp.maximum(total.weight, 1), "train/tokens": total.weight}
+    if model.config.logit_z_weight > 0:
+        metrics["train/logit_z_loss"] = total.z / jnp.maximum(total.weight, 1)
     for name, value in auxiliary_losses(total.routing, model.config).items():
         metrics[f"train/{name}_loss"] = value
     layers = moe_layers(total.routing)
