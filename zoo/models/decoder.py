@@ -98,8 +98,12 @@ class Decoder(nn.Module):
             setattr(self, f"stage_{i}", pattern(stage.blocks, self.constrain, self.experts, self.attend))
         if self._ends_in_norm:
             self.final_norm = build_norm(config)
-        if not config.tie_embeddings or config.head_bias:
+        if self._has_head:
             self.head = Head(config)
+
+    @property
+    def _has_head(self) -> bool:
+        return not self.config.tie_embeddings or self.config.head_bias
 
     @property
     def _ends_in_norm(self) -> bool:
@@ -168,9 +172,9 @@ class Decoder(nn.Module):
             ValueError: the input is longer than the config's context_length.
         """
         hidden, routing, cache = self.hidden(tokens, positions, segment_ids, cache, deterministic)
-        if self.is_initializing():
-            return Output(hidden[..., : self.config.vocab_size], routing, cache)
-        scores = logits(hidden, self.head_weights(self.variables["params"]), self.config)
+        if self._has_head:
+            self.head()  # which declares its parameters, when they are made
+        scores = logits(hidden, self.head_weights(nn.meta.unbox(self.variables["params"])), self.config)
         return Output(self.constrain(scores, ("batch", "length", "vocab")), routing, cache)
 
     def _check_length(self, tokens: Array) -> None:
