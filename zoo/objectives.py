@@ -14,7 +14,7 @@ from jaxtyping import Array, Float, Int
 from zoo.config import ModelConfig
 from zoo.data.loader import Batch
 from zoo.layers.embedding import HeadWeights, scores_of
-from zoo.layers.moe.balance import balance_loss, z_loss
+from zoo.layers.moe.balance import loss_weights, losses
 from zoo.layers.moe.router import RoutingStats
 from zoo.models.decoder import Decoder
 
@@ -178,7 +178,7 @@ def _chunked(hidden: Array, labels: Array, vocab_size: int) -> tuple[Array, Arra
 
 
 def auxiliary_losses(routing: Any, config: ModelConfig) -> dict[str, Float[Array, ""]]:
-    """Unweighted balance loss and router z-loss, each the mean over the MoE layers; empty without a mixture.
+    """Unweighted balance loss, router z-loss and others that have a weight, means over the MoE layers; or nothing.
 
     Args:
         routing: summed statistics, [stage][block], leaves stacked over the repeats.
@@ -186,15 +186,14 @@ def auxiliary_losses(routing: Any, config: ModelConfig) -> dict[str, Float[Array
     layers = moe_layers(routing)
     if layers is None:
         return {}
-    return {"balance": balance_loss(layers, config.moe.k).mean(), "z": z_loss(layers).mean()}
+    return {name: loss.mean() for name, loss in losses(layers, config.moe).items()}
 
 
 def auxiliary_loss(routing: Any, config: ModelConfig) -> Float[Array, ""]:
     """What the routers' statistics add to the loss, weighted as the config says."""
-    losses = auxiliary_losses(routing, config)
-    if not losses:
-        return jnp.zeros(())
-    return config.moe.balance_weight * losses["balance"] + config.moe.z_weight * losses["z"]
+    weights = {} if config.moe is None else loss_weights(config.moe)
+    terms = [weights[name] * loss for name, loss in auxiliary_losses(routing, config).items()]
+    return sum(terms, jnp.zeros(()))
 
 
 def moe_layers(routing: Any) -> RoutingStats | None:

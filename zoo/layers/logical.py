@@ -14,7 +14,7 @@ from flax import struct
 from jaxtyping import Array
 
 Axes = tuple[str | None, ...]
-Role = Literal["matrix", "router", "embedding", "head", "scale", "bias"]
+Role = Literal["matrix", "router", "embedding", "head", "scale", "bias", "selection_bias"]
 Initializer = Callable[[Array, tuple[int, ...], Any], Array]
 
 # (x, logical axes of x) -> x. parallel/ builds one that pins x to the mesh; alone, a layer pins nothing.
@@ -33,7 +33,8 @@ class ParamSpec(struct.PyTreeNode):
     Attributes:
         value: the array while Flax initializes it, its `jax.ShapeDtypeStruct` in the abstract tree.
         axes: logical axis of each dimension; "layers" leads where a stage stacks its repeats.
-        role: what the parameter is for; decides weight decay and the update rule.
+        role: what the parameter is for; decides weight decay and the update rule. A "selection_bias" is no
+            optimizer's: the training step moves it.
         inputs, outputs: for a matrix, the axes that its product sums over and those that it makes.
             Other axes (layers, expert) number independent matrices.
     """

@@ -24,11 +24,12 @@ def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.Gradien
     An update is `peak * (direction + weight_decay * parameter)`; a training step subtracts it times the
     schedule's factor (decoupled decay, arXiv 1711.05101). The direction is Adam's, or for leaves of role
     "matrix" under name="muon" Muon's; the peak is `learning_rate` or `muon_learning_rate` accordingly.
-    Roles "matrix", "router" and "head" decay; "embedding", "scale" and "bias" do not.
+    Roles "matrix", "router" and "head" decay; "embedding", "scale" and "bias" do not. A "selection_bias" stays.
     """
     rule = jax.tree.map(lambda spec: _rule(config, spec), specs, is_leaf=is_spec)
-    peaks = {"adam": config.learning_rate, "muon": config.muon_learning_rate}
-    rules = {"adam": optax.scale_by_adam(config.beta1, config.beta2, config.eps), "muon": _muon(config, specs)}
+    peaks = {"adam": config.learning_rate, "muon": config.muon_learning_rate, "none": 0.0}
+    adam = optax.scale_by_adam(config.beta1, config.beta2, config.eps)
+    rules = {"adam": adam, "muon": _muon(config, specs), "none": optax.set_to_zero()}
     return optax.chain(
         optax.partition({name: rules[name] for name in sorted(set(jax.tree.leaves(rule)))}, rule),
         optax.add_decayed_weights(config.weight_decay, decay_mask(specs)),
@@ -75,6 +76,8 @@ def newton_schulz(x: Float[Array, "*N R C"]) -> Float[Array, "*N R C"]:
 
 
 def _rule(config: OptimizerConfig, spec: ParamSpec) -> str:
+    if spec.role == "selection_bias":
+        return "none"
     return "muon" if config.name == "muon" and spec.role == "matrix" else "adam"
 
 

@@ -9,8 +9,9 @@ import optax
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Bool, Float, Int, PyTree
 
-from zoo.config import Experiment
+from zoo.config import Experiment, Mixture, SparseConfig
 from zoo.data.loader import Batch
+from zoo.layers.moe.balance import loss_weights, moved_bias
 from zoo.models.decoder import Decoder
 from zoo.objectives import Sums, auxiliary_loss, auxiliary_losses, moe_layers, row_losses, sums, total_loss
 from zoo.train.schedule import factor
@@ -43,7 +44,9 @@ def make_train_step(
         metrics = measure(total, model) | {"train/grad_norm": norm}
         good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"]) & finite(grads)
         rate = schedule(state.step)
-        state = select(good, updated(state, grads, optimizer, rate), skipped(state))
+        moved = updated(state, grads, optimizer, rate)
+        moved = moved._replace(params=balanced(moved.params, total.routing, model.config.moe))
+        state = select(good, moved, skipped(state))
         counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
         return state, metrics | counters | {name: rate * peak for name, peak in peaks.items()}
 
@@ -59,6 +62,25 @@ def updated(
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     params = jax.tree.map(lambda old, p, u: (p - rate * u).astype(old.dtype), state.params, params, updates)
     return TrainState(state.step + 1, params, opt_state, state.skipped, jnp.zeros_like(state.skipped))
+
+
+def balanced(params: PyTree[Any], routing: Any, moe: Mixture | None) -> PyTree[Any]:
+    """The parameters with every selection bias moved against the load of its experts (`moved_bias`).
+
+    Args:
+        routing: summed statistics of the whole batch, [stage][block].
+    """
+    if not isinstance(moe, SparseConfig) or not moe.selection_bias:
+        return params
+
+    def move(path: tuple[Any, ...], leaf: Array) -> Array:
+        stage, block, *_, name = (key.key for key in path)
+        if name != "selection_bias":
+            return leaf
+        counts = routing[int(stage.removeprefix("stage_"))][int(block.removeprefix("block_"))].counts
+        return moved_bias(leaf, counts, moe.selection_bias_rate, moe.n_experts)
+
+    return jax.tree_util.tree_map_with_path(move, params)
 
 
 def skipped(state: TrainState) -> TrainState:
@@ -131,7 +153,7 @@ def _accumulated(model: Decoder, params: Any, parts: Batch, key: Array, layout: 
 def _auxiliary_cotangent(model: Decoder, params: Any, parts: Batch, key: Array) -> Any:
     """weight * d auxiliary / d routing statistics at those of the whole batch; None without such a loss."""
     moe = model.config.moe
-    if moe is None or moe.balance_weight == moe.z_weight == 0:
+    if moe is None or not any(loss_weights(moe).values()):
         return None
     _, totals = jax.lax.scan(
         lambda _, part: (None, _sums(model, params, part[1], key, part[0])), None, _numbered(parts)
@@ -173,9 +195,9 @@ def _split(batch: Batch, n: int, layout: Layout) -> Batch:
 def measure(total: Sums, model: Decoder) -> Metrics:
     """What a batch's sums say: loss (nats per token), unweighted auxiliary losses, and how the experts were used.
 
-    Per MoE layer [L], or [L, E] for the load: `moe/load` share of the assignments, `moe/max_load` and
-    `moe/min_load` as multiples of the mean load, `moe/dropped` share of the assignments, `moe/entropy` of the
-    router in nats per token.
+    Per MoE layer [L], or [L, E] for the load: `moe/load` share of the assignments, null experts' last; `moe/max_load`
+    and `moe/min_load` of the experts that compute, as multiples of their mean load; `moe/null` and `moe/dropped` share
+    of the assignments, the former where there are null experts; `moe/entropy` of the router in nats per token.
     """
     metrics = {"train/loss": total.loss / jnp.maximum(total.weight, 1), "train/tokens": total.weight}
     if model.config.logit_z_weight > 0:
@@ -187,11 +209,14 @@ def measure(total: Sums, model: Decoder) -> Metrics:
         return metrics
     assigned = jnp.maximum(layers.counts.sum(-1), 1)
     load = layers.counts / assigned[:, None]
-    n_experts = load.shape[-1]
+    computing, null = jnp.split(load, [model.config.moe.n_experts], axis=1)
+    mean = jnp.maximum(computing.mean(-1), 1e-9)
+    if null.size:
+        metrics["moe/null"] = null.sum(-1)
     return metrics | {
         "moe/load": load,
-        "moe/max_load": load.max(-1) * n_experts,
-        "moe/min_load": load.min(-1) * n_experts,
+        "moe/max_load": computing.max(-1) / mean,
+        "moe/min_load": computing.min(-1) / mean,
         "moe/dropped": layers.dropped / assigned,
         "moe/entropy": layers.entropy_sum / jnp.maximum(layers.tokens, 1),
     }

@@ -11,13 +11,14 @@ from zoo.layers.logical import Constrain, unconstrained
 from zoo.layers.moe.balance import balance_loss, importance_cv2, to_huggingface, z_loss
 from zoo.layers.moe.dense import DenseMoE
 from zoo.layers.moe.experts import Experts, sorted_experts
-from zoo.layers.moe.router import RoutingStats, route, router_logits, routing_stats
+from zoo.layers.moe.router import Routing, RoutingStats, route, router_logits, routing_stats
 from zoo.layers.moe.soft import SoftMoE, SoftState, init_soft_state
 from zoo.layers.moe.sparse import SparseMoE
 
 __all__ = [
     "DenseMoE",
     "Experts",
+    "Routing",
     "RoutingStats",
     "SoftMoE",
     "SoftState",

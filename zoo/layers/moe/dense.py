@@ -59,9 +59,9 @@ class DenseMoE(nn.Module):
         deterministic: bool = True,
     ) -> tuple[Float[Array, "B T D"], RoutingStats, None]:
         """Returns the output, the routing statistics and no cache."""
-        del positions, segment_ids
+        del positions, segment_ids, deterministic
         config, dtype = self.config, self.block.compute_dtype
-        logits = Router(self.block, config.n_experts, name="router")(x, deterministic)
+        logits = Router(self.block, config.n_experts, name="router")(x)
         probs = jax.nn.softmax(logits)
         params = declare_ffn(self, self.block, config.d_ff, config.n_experts).astype(dtype)
         y = dense_experts(x.astype(dtype), probs * token_mask[..., None], params, hidden_units(self.block))
