@@ -32,6 +32,7 @@ _PAGE = """<!doctype html>
 <html lang="en" style="--n:{n};--at:{last}">
 <head>
 <meta charset="utf-8">
+<meta name="generator" content="zoo trace">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>One sentence through a language model</title>
 <style>{style}</style>
@@ -68,7 +69,8 @@ def formula(text: str) -> str:
 
 def _heading(trace: Trace) -> Iterator[str]:
     yield '<header><p class="kicker">zoo trace</p><h1>One sentence through a language model</h1>'
-    yield f'<p class="lead">{escape(trace.note)}</p>' if trace.note else ""
+    yield '<p class="lead">A language model reads tokens and says which one comes next. This page shows all that it '
+    yield f"computes on the way. {escape(trace.note)}</p>"
     yield '<dl class="letters">'
     for letter, (size, what) in letters(trace.config, len(trace.tokens)).items():
         yield f"<div><dt>{letter} = {size:,}</dt><dd>{what}</dd></div>"
@@ -89,6 +91,8 @@ def _navigation(trace: Trace, n_layers: int) -> Iterator[str]:
 
 def _beginning(trace: Trace) -> Iterator[str]:
     yield '<section id="first"><h2>Text becomes tokens, tokens become vectors</h2>'
+    yield '<p class="hint">The tables show every array that the model computes, in order. In the pictures a row is a '
+    yield "token; blue numbers lie above 0, orange ones below, and strong colours are far from it.</p>"
     yield from _table(trace.first)
     yield "</section>"
 
@@ -157,7 +161,7 @@ def _looks(trace: Trace, layer: Layer) -> Iterator[str]:
     yield '<p class="hint">A row is a token, and its dark cells are the tokens that it looks at. Below each head, the '
     yield "text as the chosen token sees it (the last one, until you choose another above).</p>"
     yield '<div class="heads">'
-    yield _figure("mask", shares(looks.visible.astype(np.float32)), "who may look at whom", "")
+    yield _figure("mask: who may look at whom", shares(looks.visible.astype(np.float32)), "the mask", "")
     for head in range(looks.weights.shape[0]):
         line = "".join(
             f'<span style="--w:{np.sqrt(weight):.2f}" title="{weight:.0%}">{visible(piece)}</span>'

@@ -95,7 +95,7 @@ class Recorder:
         calls = self.outside if self._open is None else self._open.calls
         # Inside a block, the path begins with the block's own name.
         path = module.path if self._open is None else module.path[1:]
-        calls["/".join(path) + ("/merging" if is_merging else "")] = Call(args[0], result)
+        calls["/".join(path) + ("/merging" if is_merging else "")] = Call(next(iter(args), None), result)
         return result
 
     def _in_block(self, block: BlockConfig, call: Any, args: Any, kwargs: Any) -> Any:

@@ -51,7 +51,7 @@ def _table(steps: Iterable[Step]) -> Iterator[str]:
     """Name, shape and size of each array over its formula and meaning."""
     for step in steps:
         shape = f"[{' '.join(step.axes)}] = {' x '.join(map(str, step.value.shape))}"
-        yield f"{step.name:<36}{shape:<26}{_size(step.value)}"
+        yield f"{step.name:<40}{shape:<26}{_size(step.value)}".rstrip()
         yield from _wrapped(step.formula, "    ")
         yield from _wrapped(step.meaning, "    ")
 
