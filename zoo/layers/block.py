@@ -5,6 +5,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import flax.linen as nn
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
@@ -85,8 +86,9 @@ class DecoderBlock(nn.Module):
         y, rest = part(build_norm(block, f"{name}_norm")(x) if before else x)
         if placement == "sandwich":
             y = build_norm(block, f"{name}_post_norm")(y)
-        stay = (2 * block.n_layers) ** 0.25 * x if placement == "deepnorm" else x
-        x = self._add(stay.astype(x.dtype), y, deterministic)
+        if placement == "deepnorm":  # in float32: bfloat16 would round alpha itself
+            x = ((2 * block.n_layers) ** 0.25 * x.astype(jnp.float32)).astype(x.dtype)
+        x = self._add(x, y, deterministic)
         return (x if before else build_norm(block, f"{name}_norm")(x)), rest
 
     def _side_by_side(self, x: Array, attend: Part, feed: Part, deterministic: bool) -> tuple[Array, Any, Any]:

@@ -8,7 +8,7 @@ from zoo.config import BlockConfig, ModelConfig
 from zoo.layers.logical import Initializer
 
 # What a matrix is for: "deep" ones are those that DeepNorm scales (value, FFN), "out" those among them that write to
-# the residual stream (attention's output, the FFN's second layer); queries, keys and routers are "inner".
+# the residual stream (attention's output, the FFN's second layer); queries and keys are "inner".
 Use = Literal["inner", "deep", "out"]
 
 
@@ -35,5 +35,6 @@ def table_init(config: ModelConfig | BlockConfig) -> Initializer:
 
 
 def _plain(config: ModelConfig | BlockConfig, shrink: float) -> Initializer:
+    """`init_std` is that of the normal before it is cut at two deviations, which leaves 0.880 of it."""
     normal = nn.initializers.truncated_normal if config.init == "truncated_normal" else nn.initializers.normal
     return normal(shrink * config.init_std)

@@ -139,6 +139,8 @@ class Decoder(nn.Module):
             segment_ids = jnp.ones_like(tokens)
         if positions is None:
             positions = restarting_positions(segment_ids) if cache is None else following_positions(cache, segment_ids)
+        # Padding may come with any token and position. What has no vector is NaN, and 0 times NaN would reach the rest.
+        tokens, positions = (jnp.where(segment_ids > 0, ids, 0) for ids in (tokens, positions))
         x = self.embedding(tokens, positions, deterministic)
         routing, stages = [], []
         for i in range(len(self.config.expand())):
@@ -236,12 +238,14 @@ def following_positions(cache: Cache, segment_ids: Int[Array, "B T"]) -> Int[Arr
     return cache.length[:, None] + jnp.maximum(jnp.cumsum(segment_ids > 0, axis=1) - 1, 0).astype(jnp.int32)
 
 
-def build(config: ModelConfig, constrain: Constrain = unconstrained, experts: Any = None) -> Decoder:
-    """The model of a config.
+def build(
+    config: ModelConfig, constrain: Constrain = unconstrained, experts: Any = None, attend: Attend = attention
+) -> Decoder:
+    """The model of a config; the other arguments as in Decoder.
 
     Raises:
         ConfigError: the config has no vocabulary size.
     """
     if config.vocab_size is None:
         raise ConfigError("model.vocab_size=None: set it to the size of the tokenizer's vocabulary")
-    return Decoder(config, constrain, experts)
+    return Decoder(config, constrain, experts, attend)

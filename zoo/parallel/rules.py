@@ -107,9 +107,10 @@ def _parts(axis: str | None, size: int, on: tuple[str, ...], rules: Rules, mesh:
     if axis in rules.whole_if_fewer and size < parts:
         return ()
     axes = " x ".join(f"mesh.{a}={mesh.shape[a]}" for a in on)
+    remedy = f"pad it with model.vocab_multiple={parts}" if axis == "vocab" else "another size"
     raise ConfigError(
         f"{axes} does not divide the {axis} dimension of {name}, which is {size}; choose a divisor of {size}, "
-        "or another size"
+        f"or {remedy}"
     )
 
 
