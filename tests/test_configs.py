@@ -7,9 +7,13 @@ from pathlib import Path
 import jax
 import pytest
 
+from tests.train.tiny import Setup
 from zoo import Experiment, build
 from zoo.cli import load_experiment
+from zoo.data.loader import Batch
 from zoo.layers.logical import is_spec
+from zoo.parallel.rules import device_bytes
+from zoo.train.state import abstract_state
 
 CONFIGS = sorted((Path(__file__).parents[1] / "configs").glob("*.py"))
 SHAKESPEARE_CHARACTERS = 65
@@ -33,7 +37,7 @@ def test_a_config_loads_builds_and_says_how_it_is_run(path):
 
 
 def test_no_config_is_missing():
-    wanted = {"quickstart", "moe_sparse", "moe_dense", "moe_soft", "dense", "shakespeare_char"}
+    wanted = {"mixtral_8x7b_pod", "quickstart", "moe_sparse", "moe_dense", "moe_soft", "dense", "shakespeare_char"}
     assert wanted <= {path.stem for path in CONFIGS}
 
 
@@ -64,3 +68,16 @@ def test_shakespeare_keeps_to_the_budget():
     assert experiment.model.context_length == 64
     assert experiment.train.steps * experiment.train.batch_size * 64 <= 1_536_000
     assert (experiment.data.split, experiment.data.validation_fraction) == ("tail", 0.1)
+
+
+def test_the_pod_config_lowers_at_full_size_on_eight_devices():
+    experiment = load("mixtral_8x7b_pod")
+    setup = Setup(experiment, jax.devices())
+    assert setup.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8}
+    state = abstract_state(setup.specs, setup.optimizer)
+    rows = jax.ShapeDtypeStruct((experiment.train.batch_size, experiment.model.context_length), "int32")
+    lowered = setup.step.lower(state, Batch(rows, rows, rows, rows))
+    assert lowered.out_info[1]["train/loss"].shape == ()
+    assert "num_partitions = 8" in lowered.as_text()
+    # Of 46.7 billion float32 parameters, 45.1 are experts', and each device has one of the eight.
+    assert device_bytes(setup.specs, setup.layout.state.params) == 4 * (46_702_792_704 - 7 * 32 * 3 * 4096 * 14336)
