@@ -1,4 +1,4 @@
-"""How parameters start: the deviations of the formulas, measured."""
+"""How far parameters spread at the start, measured, and which of them the rules scale."""
 
 import jax
 import jax.numpy as jnp
@@ -6,58 +6,98 @@ import numpy as np
 import pytest
 
 import zoo
-from zoo.config import ModelConfig, SparseConfig
+from zoo.config import Block, ModelConfig, SparseConfig
 from zoo.layers.initializers import matrix_init, table_init
 
-L, SHAPE = 8, (200, 300)
+N_LAYERS, STD = 8, 0.03
+IN, OUT = 300, 500
+# Standard deviation of a standard normal cut at two deviations, from its formula.
+CUT = np.sqrt(1 - 4 * np.exp(-2) / np.sqrt(2 * np.pi) / 0.9544997361036416)
+XAVIER = np.sqrt(2 / (IN + OUT))
 
 
-def block(**fields):
-    return ModelConfig(n_layers=L, init_std=0.05, **fields).expand()[0].blocks[0]
+def deviation(x):
+    return float(jnp.std(x.astype(jnp.float32)))
 
 
-def draw(init):
-    return np.asarray(init(jax.random.key(0), SHAPE, jnp.float32), np.float64)
+def draw(use, **fields):
+    placement = "deepnorm" if fields.get("init") == "deepnorm" else "pre"
+    config = ModelConfig(d_model=16, n_layers=N_LAYERS, init_std=STD, norm_placement=placement, **fields)
+    init = matrix_init(config.expand()[0].blocks[0], IN, OUT, use)
+    return init(jax.random.key(0), (IN, OUT), jnp.float32)
 
 
-def deviation(use, **fields):
-    return draw(matrix_init(block(**fields), *SHAPE, use)).std()
+@pytest.mark.parametrize(
+    ("init", "inner", "deep"),
+    [
+        ("normal", STD, STD),
+        ("truncated_normal", CUT * STD, CUT * STD),
+        ("scaled_normal", IN**-0.5, IN**-0.5),
+        ("deepnorm", XAVIER, XAVIER * (8 * N_LAYERS) ** -0.25),
+    ],
+)
+def test_deviations(init, inner, deep):
+    for use, expected in (("inner", inner), ("deep", deep), ("out", deep)):
+        assert deviation(draw(use, init=init)) == pytest.approx(expected, rel=0.01), use
 
 
-@pytest.mark.parametrize("use", ["inner", "deep", "out"])
-def test_normal_and_scaled_normal(use):
-    assert deviation(use) == pytest.approx(0.05, rel=0.01)
-    assert deviation(use, init="scaled_normal") == pytest.approx(200**-0.5, rel=0.01)
+@pytest.mark.parametrize("init", ["normal", "truncated_normal", "scaled_normal"])
+def test_residual_scaling_is_on_outputs_only(init):
+    for use in ("inner", "deep"):
+        np.testing.assert_array_equal(draw(use, init=init, out_init="gpt2"), draw(use, init=init))
+    scaled, plain = draw("out", init=init, out_init="gpt2"), draw("out", init=init)
+    np.testing.assert_allclose(scaled, plain / np.sqrt(2 * N_LAYERS), rtol=1e-5)
 
 
-def test_truncated_normal_ends_at_two_deviations():
-    values = draw(matrix_init(block(init="truncated_normal"), *SHAPE))
-    assert 0.099 < np.abs(values).max() <= 0.1
-    assert np.abs(draw(table_init(block(init="truncated_normal")))).max() <= 0.1
-    assert np.abs(draw(table_init(block()))).max() > 0.15
+@pytest.mark.parametrize("init", ["normal", "truncated_normal", "scaled_normal", "deepnorm"])
+def test_outputs_at_zero(init):
+    assert not draw("out", init=init, out_init="zero").any()
+    assert draw("deep", init=init, out_init="zero").any()
 
 
-def test_gpt2_shrinks_what_writes_to_the_residual_stream():
-    assert deviation("out", out_init="gpt2") == pytest.approx(0.05 / np.sqrt(2 * L), rel=0.01)
-    assert deviation("deep", out_init="gpt2") == pytest.approx(0.05, rel=0.01)
-    both = {"init": "scaled_normal", "out_init": "gpt2"}
-    assert deviation("out", **both) == pytest.approx((200 * 2 * L) ** -0.5, rel=0.01)
+def test_truncated_normals_end_at_two_deviations():
+    x = draw("inner", init="truncated_normal")
+    assert 1.9 * STD < float(jnp.abs(x).max()) <= 2 * STD
+    config = ModelConfig(d_model=16, init="truncated_normal", init_std=STD)
+    table = table_init(config)(jax.random.key(0), (100, 100), jnp.float32)
+    assert float(jnp.abs(table).max()) <= 2 * STD
 
 
-def test_deepnorm_has_its_gain_on_value_output_and_ffn_alone():
-    fields = {"init": "deepnorm", "norm_placement": "deepnorm"}
-    xavier = np.sqrt(2 / sum(SHAPE))
-    assert deviation("inner", **fields) == pytest.approx(xavier, rel=0.01)
-    for use in ("deep", "out"):
-        assert deviation(use, **fields) == pytest.approx(xavier * (8 * L) ** -0.25, rel=0.01)
-    model = ModelConfig(vocab_size=8, d_model=64, n_layers=L, n_heads=2, moe=SparseConfig(d_ff=64), **fields)
-    specs = zoo.build(model).init(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]["stage_0"]["block_0"]
-    flat = specs["attention"] | {name: w for name, w in specs["moe"].items() if name.startswith("w_")}
-    gain, plain = (8 * L) ** -0.25, np.sqrt(1 / 64)
-    for name, w in flat.items():
-        assert float(w.std()) == pytest.approx(plain * (1 if name in ("w_q", "w_k") else gain), rel=0.05), name
+SPARSE = SparseConfig(n_experts=4, d_ff=32, n_shared_experts=1)
+SHAPE = {"vocab_size": 64, "d_model": 32, "n_heads": 4, "n_layers": 2, "prefix": (Block(mixture=False),)}
 
 
-def test_zero_outputs():
-    assert deviation("out", out_init="zero") == 0
-    assert deviation("deep", out_init="zero") > 0
+def spread(**fields):
+    """Path -> standard deviation of every matrix and table of a model with a plain FFN, experts and a shared one."""
+    model = zoo.build(ModelConfig(**SHAPE, moe=SPARSE, tie_embeddings=False, **fields))
+    params = jax.jit(model.init)(jax.random.key(0), jnp.zeros((1, 1), jnp.int32))["params"]
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): deviation(x) for path, x in leaves if x.ndim > 1}
+
+
+def test_deepnorm_scales_values_outputs_and_feed_forward_weights_only():
+    found = spread(norm_placement="deepnorm", init="deepnorm")
+    gain = (8 * 2) ** -0.25
+    square = np.sqrt(1 / 32)  # Xavier's deviation of 32 inputs and 32 outputs
+    for path, value in found.items():
+        name = path.split("/")[-1]
+        if name in ("table", "w"):  # embedding, head, router
+            expected = 0.02
+        elif name in ("w_q", "w_k"):
+            expected = square
+        elif "/ffn/" in path:
+            expected = gain * np.sqrt(2 / (32 + 96))
+        elif name.startswith("w_"):
+            expected = gain * square
+        else:  # scales of norms
+            expected = 0
+        assert value == pytest.approx(expected, rel=0.15), path
+    assert {path.split("/")[-1] for path in found} >= {"w_q", "w_v", "w_o", "w_up", "w_down", "table", "w"}
+
+
+def test_what_writes_to_the_residual_stream_starts_at_zero():
+    at_zero = {path for path, value in spread(out_init="zero").items() if value == 0 and "norm" not in path}
+    blocks, experts = ("stage_0/block_0", "stage_1/block_0"), ("moe", "moe/shared")
+    expected = {f"{block}/attention/w_o" for block in blocks}
+    expected |= {f"{blocks[0]}/ffn/w_down", *(f"{blocks[1]}/{name}/w_down" for name in experts)}
+    assert at_zero == expected
