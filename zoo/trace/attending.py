@@ -5,7 +5,6 @@ from collections.abc import Iterator
 import numpy as np
 
 from zoo.config import BlockConfig
-from zoo.kernels.attention import attention_scores, attention_weights
 from zoo.trace.recorder import BlockRecord
 from zoo.trace.result import Looks, Step
 from zoo.trace.words import array, read_by
@@ -13,24 +12,20 @@ from zoo.trace.words import array, read_by
 
 def looks_of(record: BlockRecord) -> Looks:
     """The mask and the weights of a block's attention."""
-    q, k, _, settings, _ = record.attended
-    positions = array(settings["q_positions"])
-    visible = settings["mask"].allows(positions[:, None], positions[None, :])
-    return Looks(np.asarray(visible), array(attention_weights(q, k, **settings)))
+    return Looks(array(record.attended.visible), array(record.attended.weights))
 
 
 def attention_steps(record: BlockRecord, looks: Looks) -> Iterator[Step]:
     """From queries to the output of attention."""
-    block, (q, k, v, settings, out) = record.block, record.attended
+    block, found = record.block, record.attended
     read = read_by(block)
-    yield Step("queries", ("T", "H", "h"), _projected(block, "q", read), _QUERIES + _turned(block), array(q))
-    yield Step("keys", ("T", "K", "h"), _projected(block, "k", read), _KEYS + _shared_heads(block), array(k))
-    yield Step("values", ("T", "K", "h"), _projected(block, "v", read), _VALUES, array(v))
-    scores = attention_scores(q, k, **{name: settings[name] for name in _OF_SCORES if name in settings})
-    yield Step("scores", ("H", "T", "T"), _score_formula(block), _score_meaning(block), array(scores))
+    yield Step("queries", ("T", "H", "h"), _projected(block, "q", read), _QUERIES + _turned(block), array(found.q))
+    yield Step("keys", ("T", "K", "h"), _projected(block, "k", read), _KEYS + _shared_heads(block), array(found.k))
+    yield Step("values", ("T", "K", "h"), _projected(block, "v", read), _VALUES, array(found.v))
+    yield Step("scores", ("H", "T", "T"), _score_formula(block), _score_meaning(block), array(found.scores))
     yield Step("mask", ("T", "T"), _mask_formula(block), _mask_meaning(block), looks.visible)
     yield Step("attention weights", ("H", "T", "T"), *_weights_words(block), looks.weights)
-    yield Step("heads", ("T", "H", "h"), "o_i = Σ_j a_ij v_j", _HEADS, array(out))
+    yield Step("heads", ("T", "H", "h"), "o_i = Σ_j a_ij v_j", _HEADS, array(found.out))
     bias = " + b_o" if "o" in block.attention_bias else ""
     yield Step("attention output", ("T", "D"), f"y = o W_o{bias}", _OUTPUT, array(record.calls["attention"].result[0]))
 
@@ -40,9 +35,6 @@ _KEYS = "By what each token can be found."
 _VALUES = "What each token hands to those who look at it."
 _HEADS = "Each head's mean of the values, weighted by where the token looks: how tokens learn of one another."
 _OUTPUT = "All heads mixed into one vector per token, to be added to the stream."
-
-
-_OF_SCORES = ("q_positions", "kv_positions", "scale", "softcap", "alibi_slopes")
 
 
 def _projected(block: BlockConfig, letter: str, read: str) -> str:

@@ -18,8 +18,9 @@ def render(trace: Trace, layers: int | None = None) -> str:
     body = [*_heading(trace), *_navigation(trace, len(shown)), *_beginning(trace)]
     explained: set[tuple[str, ...]] = set()
     for i, layer in enumerate(shown):
-        body += _layer(trace, i, layer, opened=not set(map(_words, layer.steps)) <= explained)
-        explained |= set(map(_words, layer.steps))
+        words = set(map(_words, layer.steps))
+        body += _layer(trace, i, layer, is_new=not words <= explained)
+        explained |= words
     if len(shown) < len(trace.layers):
         body.append(f'<p class="lead">{len(trace.layers) - len(shown)} more layers are not shown.</p>')
     body += _ending(trace)
@@ -114,16 +115,30 @@ def _ending(trace: Trace) -> Iterator[str]:
 # ---------------------------------------------------------------------------------------------------- one layer
 
 
-def _layer(trace: Trace, number: int, layer: Layer, opened: bool) -> Iterator[str]:
+def _layer(trace: Trace, number: int, layer: Layer, is_new: bool) -> Iterator[str]:
+    """A layer; of steps that have been explained, the table is closed."""
     yield f'<section id="layer-{number}"><h2>Layer {number} <small>of {len(trace.layers)}</small></h2>'
     yield f'<p class="formula">{formula(layer_formula(layer.block))}</p>'
-    yield f"<details{' open' if opened else ''}><summary>Every array of this layer</summary>"
+    yield f"<details{' open' if is_new else ''}><summary>Every array of this layer</summary>"
     yield from _table(layer.steps)
     yield "</details>"
+    yield "<h3>Where tokens look</h3>"
+    yield _LOOKS if is_new else ""
     yield from _looks(trace, layer)
     if layer.experts is not None:
+        yield "<h3>Which experts serve which token</h3>"
+        yield f'<p class="hint">{_EXPERTS[layer.experts.kind]}</p>' if is_new else ""
         yield from _experts(trace, layer.experts)
     yield "</section>"
+
+
+_LOOKS = """<p class="hint">A row is a token, and its strong cells are the tokens that it looks at. Below each head, the
+text as the chosen token sees it (the last one, until you choose another above).</p>"""
+_EXPERTS = {
+    "sparse": "A column is a token; its coloured cells are the experts that it goes to, with their weights in percent.",
+    "dense": "A column is a token; every expert serves it, with these weights in percent.",
+    "soft": "A column is a token; its expert is a mean of all, with these weights in percent.",
+}
 
 
 def _table(steps: Iterable[Step]) -> Iterator[str]:
@@ -157,18 +172,18 @@ def _thumbnail(step: Step) -> str:
 
 def _looks(trace: Trace, layer: Layer) -> Iterator[str]:
     looks, last = layer.looks, len(trace.tokens) - 1
-    yield "<h3>Where tokens look</h3>"
-    yield '<p class="hint">A row is a token, and its dark cells are the tokens that it looks at. Below each head, the '
-    yield "text as the chosen token sees it (the last one, until you choose another above).</p>"
     yield '<div class="heads">'
-    yield _figure("mask: who may look at whom", shares(looks.visible.astype(np.float32)), "the mask", "")
-    for head in range(looks.weights.shape[0]):
-        line = "".join(
-            f'<span style="--w:{np.sqrt(weight):.2f}" title="{weight:.0%}">{visible(piece)}</span>'
-            for piece, weight in zip(trace.pieces, looks.weights[head, last], strict=True)
-        )
-        yield _figure(f"head {head}", shares(looks.weights[head]), _in_words(trace, looks, head), line)
+    yield _figure("mask", shares(looks.visible.astype(np.float32)), "who may look at whom", "")
+    for head, weights in enumerate(looks.weights):
+        seen = list(zip(map(visible, trace.pieces), weights[last].tolist(), strict=True))
+        seen += [(" (sink)", looks.sink(head, last))] if layer.block.attention_sinks else []
+        line = "".join(_shaded(*pair) for pair in seen)
+        yield _figure(f"head {head}", shares(weights), _in_words(trace, looks, head), line)
     yield "</div>"
+
+
+def _shaded(piece: str, weight: float) -> str:
+    return f'<span style="--w:{np.sqrt(weight):.2f}" title="{weight:.0%}">{piece}</span>'
 
 
 def _figure(title: str, source: str, words: str, line: str) -> str:
@@ -185,12 +200,6 @@ def _in_words(trace: Trace, looks: Looks, head: int) -> str:
 
 def _experts(trace: Trace, experts: Experts) -> Iterator[str]:
     """A row per expert and a column per token."""
-    words = {
-        "sparse": "A column is a token; its coloured cells are the experts that it goes to, with their weights.",
-        "dense": "A column is a token; every expert serves it, with these weights.",
-        "soft": "A column is a token; its expert is a mean of all, with these weights.",
-    }
-    yield f'<h3>Which experts serve which token</h3><p class="hint">{words[experts.kind]}</p>'
     yield '<div class="scroll"><table class="experts"><tr><td></td>'
     yield from (f'<th scope=col data-at="{i}">{visible(piece)}</th>' for i, piece in enumerate(trace.pieces))
     yield "</tr>"

@@ -42,7 +42,7 @@ def trace(
     """
     tokens = _tokens(model.config, text, tokenizer)
     recorder = Recorder()
-    logits = recorder.run(model, params, jnp.asarray(tokens)[None]).logits
+    logits = recorder.run(model, params, jnp.asarray(tokens)[None])
     last = last_steps(model.config, recorder, logits)
     return Trace(
         config=model.config,

@@ -12,14 +12,14 @@ from typing import Any, NamedTuple
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Int
+from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
-from zoo.kernels.attention import attention
+from zoo.kernels.attention import attention, attention_scores, attention_weights
 from zoo.layers.block import DecoderBlock
 from zoo.layers.logical import Axes
 from zoo.layers.moe import SoftMoE, sorted_experts
-from zoo.models.decoder import Decoder, Output, Pattern
+from zoo.models.decoder import Decoder, Pattern
 
 
 class Call(NamedTuple):
@@ -30,12 +30,14 @@ class Call(NamedTuple):
 
 
 class Attended(NamedTuple):
-    """What attention was called with, and what it gave; `settings` are its keyword arguments."""
+    """What attention was called with, what it gave, and what lies between: scores, mask and weights [B, H, T, T]."""
 
     q: Array
     k: Array
     v: Array
-    settings: dict[str, Any]
+    scores: Array
+    visible: Array
+    weights: Array
     out: Array
 
 
@@ -78,11 +80,19 @@ class Recorder:
         self.blocks: list[BlockRecord] = []
         self._open: BlockRecord | None = None
 
-    def run(self, model: Decoder, params: Any, tokens: Int[Array, "B T"]) -> Output:
-        """What `model.apply` gives for these tokens at evaluation; afterwards the attributes are filled."""
-        model = _LoopedDecoder(model.config, self._constrain, self._experts, self._attend)
-        with nn.intercept_methods(self._intercept):
-            return model.apply({"params": params}, tokens)
+    def run(self, model: Decoder, params: Any, tokens: Int[Array, "B T"]) -> Float[Array, "B T V"]:
+        """The logits of `model.apply` at evaluation; afterwards the attributes are filled."""
+        looped = _LoopedDecoder(model.config, self._constrain, self._experts, self._attend)
+
+        def forward(params: Any, tokens: Array) -> Any:
+            with nn.intercept_methods(self._intercept):
+                logits = looped.apply({"params": params}, tokens).logits
+            return logits, self.outside, [(r.calls, r.attended, r.sent, r.hidden) for r in self.blocks]
+
+        # As one program: to compile every operation on its own takes longer.
+        logits, self.outside, blocks = jax.jit(forward)(params, tokens)
+        self.blocks = [BlockRecord(r.block, *arrays) for r, arrays in zip(self.blocks, blocks, strict=True)]
+        return logits
 
     def _intercept(self, call: Any, args: Any, kwargs: Any, context: nn.module.InterceptorContext) -> Any:
         module, method = context.module, context.method_name
@@ -107,9 +117,18 @@ class Recorder:
         return result
 
     def _attend(self, q: Array, k: Array, v: Array, **settings: Any) -> Array:
-        out = attention(q, k, v, **settings)
-        self._open.attended = Attended(q, k, v, settings, out)
-        return out
+        places = settings["q_positions"], settings["kv_positions"]
+        rest = {name: settings.get(name) for name in ("softcap", "alibi_slopes")}
+        self._open.attended = Attended(
+            q,
+            k,
+            v,
+            scores=attention_scores(q, k, *places, settings["scale"], **rest),
+            visible=settings["mask"].allows(places[0][:, :, None], places[1][:, None, :]),
+            weights=attention_weights(q, k, **settings),
+            out=attention(q, k, v, **settings),
+        )
+        return self._open.attended.out
 
     def _experts(self, x: Array, indices: Array, weights: Array, *rest: Any) -> Array:
         self._open.sent = Sent(indices, weights)

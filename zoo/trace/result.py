@@ -45,6 +45,10 @@ class Looks(NamedTuple):
         best = np.argsort(-row, kind="stable")[:n]
         return [(int(i), float(row[i])) for i in best if self.visible[token, i]]
 
+    def sink(self, head: int, token: int) -> float:
+        """What a head's sink takes of `token`; 0 without one, but for rounding."""
+        return max(0.0, 1.0 - float(self.weights[head, token].sum()))
+
 
 class Experts(NamedTuple):
     """Which experts serve which token.

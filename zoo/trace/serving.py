@@ -38,8 +38,7 @@ def experts_of(record: BlockRecord) -> Experts | None:
         weights = np.asarray(jax.nn.softmax(_router_logits(record), axis=-1))
     else:
         segments = np.asarray(jax.nn.softmax(array(record.calls["moe/merging"].result), axis=-1))
-        tokens = array(record.attended.settings["q_positions"])
-        weights = segments[tokens // moe.segment_length]
+        weights = segments[np.arange(len(array(record.attended.q))) // moe.segment_length]
     return Experts(moe.kind, weights, np.ones_like(weights, bool), tuple(names))
 
 

@@ -106,14 +106,13 @@ def _reading(record: BlockRecord, norm: str, part: str) -> Iterator[Step]:
     """What a part reads of the stream, where that is not the stream itself."""
     if read_by(record.block) == "x" or norm not in record.calls:
         return
-    words = {"attention": "attention", "ffn": "the feed-forward part"}
-    whom = "attention and the feed-forward part" if record.block.parallel == "one_norm" else words[part]
+    whom = "both parts" if record.block.parallel == "one_norm" else _PARTS[part]
+    meaning = f"The stream, brought to a common size: what {whom} read{'' if whom == 'both parts' else 's'}."
     yield Step(
         f"input of {whom}",
         ("T", "D"),
         f"n = {norm_formula(record.block)}",
-        f"The stream, brought to a common size: what {whom} read{'' if ' and ' in whom else 's'}. g is learned, one "
-        "number per component.",
+        f"{meaning} g is learned, one number per component.",
         array(record.calls[norm].result),
     )
 

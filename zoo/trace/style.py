@@ -115,6 +115,7 @@ function pick(i) {
   chips.forEach((chip, j) => chip.setAttribute('aria-pressed', j === i));
   for (const line of document.querySelectorAll('.line')) {
     const weights = row(line.parentElement.querySelector('img'), i);
+    weights.push(Math.sqrt(Math.max(0, 1 - weights.reduce((sum, w) => sum + w * w, 0))));  // the sink's
     [...line.children].forEach((piece, j) => {
       piece.style.setProperty('--w', weights[j]);
       piece.title = Math.round(100 * weights[j] ** 2) + '%';

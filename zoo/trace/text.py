@@ -99,7 +99,7 @@ def _looks(pieces: tuple[str, ...], looks: Looks) -> Iterator[str]:
     yield f"Where the last token, {last} {pieces[last]!r}, looks:"
     for head in range(looks.weights.shape[0]):
         seen = [f"{weight:4.0%} {i} {pieces[i]!r}" for i, weight in looks.strongest(head, last)]
-        sink = 1 - float(looks.weights[head, last].sum())
+        sink = looks.sink(head, last)
         seen += [f"{sink:4.0%} sink"] if sink > 0.005 else []
         yield f"  head {head:<3} " + "   ".join(f"{part:<18}" for part in seen).rstrip()
 
