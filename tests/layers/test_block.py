@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from zoo.config import ModelConfig, SparseConfig
+from zoo.kernels.attention import attention
 from zoo.layers.attention import Attention
 from zoo.layers.block import DecoderBlock
 from zoo.layers.ffn import FFN
@@ -84,10 +85,38 @@ def test_side_by_side(form):
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_on_each_part_and_in_training_only():
-    _, module, params = make(dropout=0.5)
+@pytest.mark.parametrize("fields", [{}, {"norm_placement": "sandwich"}, {"parallel": "one_norm"}])
+@pytest.mark.parametrize("silent", ["attention", "ffn"])
+def test_dropout_is_on_each_part_and_in_training_only(fields, silent):
+    """With one part silent, what the other adds is 0 or, where it is kept, twice as much."""
+    _, module, params = make(dropout=0.5, **fields)
+    quiet = {"attention": "attention_post_norm", "ffn": "ffn_post_norm"} if "norm_placement" in fields else {}
+    params[quiet.get(silent, silent)] = jax.tree.map(jnp.zeros_like, params[quiet.get(silent, silent)])
     run = lambda *args, **rest: module.apply({"params": params}, X, POSITIONS, SEGMENTS, None, *args, **rest)[0]  # noqa: E731
-    _, plain, _ = make()
-    still = plain.apply({"params": params}, X, POSITIONS, SEGMENTS, None, True)[0]
-    np.testing.assert_array_equal(run(True), still)
-    assert jnp.abs(run(False, rngs={"dropout": jax.random.key(0)}) - still).max() > 0.1
+    whole, dropped = run(True) - X, run(False, rngs={"dropout": jax.random.key(0)}) - X
+    kept = jnp.abs(dropped) > 0
+    assert 0.3 < kept.mean() < 0.7
+    np.testing.assert_allclose(dropped, jnp.where(kept, 2 * whole, 0), rtol=1e-4, atol=1e-5)
+
+
+def test_attention_is_computed_by_what_the_block_is_given():
+    block, _, params = make()
+    module = DecoderBlock(block, attend=lambda q, k, v, **settings: 2 * attention(q, k, v, **settings))
+    params["ffn"] = jax.tree.map(jnp.zeros_like, params["ffn"])
+    norm, attend, _ = parts(block, params)
+    found = module.apply({"params": params}, X, POSITIONS, SEGMENTS, None, True)[0]
+    np.testing.assert_allclose(found, X + 2 * attend(norm("attention")(X)), rtol=1e-5, atol=1e-5)
+
+
+def test_deepnorm_rounds_the_product_with_alpha_and_not_alpha():
+    block, _, params = make(norm_placement="deepnorm", compute_dtype="bfloat16")
+    params |= {part: jax.tree.map(jnp.zeros_like, params[part]) for part in ("attention", "ffn")}
+    x, sums = X.astype(jnp.bfloat16), []
+
+    def constrain(x, axes):
+        sums.extend([x] if axes == ("batch", "length", "embed") else [])
+        return x
+
+    DecoderBlock(block, constrain).apply({"params": params}, x, POSITIONS, SEGMENTS, None, True)
+    np.testing.assert_array_equal(sums[0], ((2 * L) ** 0.25 * x.astype(jnp.float32)).astype(jnp.bfloat16))
+    assert (sums[0] != (2 * L) ** 0.25 * x).any()  # which rounds alpha

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from zoo.config import ModelConfig
-from zoo.layers.embedding import Embedding, HeadWeights, logits
+from zoo.layers.embedding import Embedding, HeadWeights, logits, scores_of
 from zoo.layers.position import sinusoidal
 
 TOKENS, POSITIONS = jnp.array([[1, 4, 0], [2, 2, 3]]), jnp.array([[0, 1, 2], [0, 0, 1]])
@@ -58,6 +58,15 @@ def test_a_token_outside_the_vocabulary_is_no_padded_row():
     np.testing.assert_array_equal(np.isnan(found[..., 0]), [[False, True, True], [True, True, False]])
 
 
+def test_dropout_in_training():
+    module, params = make(d_model=64, dropout=0.5, embedding_norm=True)
+    whole, rngs = run(module, params), {"dropout": jax.random.key(0)}
+    dropped = module.apply({"params": params}, TOKENS, POSITIONS, False, rngs=rngs)
+    kept = dropped != 0
+    assert 0.3 < kept.mean() < 0.7
+    np.testing.assert_allclose(dropped, jnp.where(kept, 2 * whole, 0), rtol=1e-6)
+
+
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("softcap", [None, 1.5])
 def test_logits(bias, softcap):
@@ -69,3 +78,12 @@ def test_logits(bias, softcap):
     as32 = lambda x: jnp.asarray(x, jnp.float32)  # noqa: E731
     found = logits(as32(hidden), HeadWeights(as32(w), as32(b) if bias else None), config)
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_padded_tokens_have_no_probability():
+    config = ModelConfig(vocab_size=5, vocab_multiple=8, d_model=4, n_heads=1, logit_softcap=2.0)
+    scores = scores_of(jnp.full((2, 8), 100.0), None, config)
+    np.testing.assert_array_equal(jax.nn.softmax(scores)[:, 5:], 0)
+    np.testing.assert_allclose(scores[:, :5], 2)
+    slope = jax.grad(lambda x: jax.nn.logsumexp(scores_of(x, None, config)))(jnp.linspace(-1.0, 1.0, 8))
+    np.testing.assert_array_equal(slope != 0, np.arange(8) < 5)
