@@ -64,7 +64,10 @@ def run(command, folder):
     if name == "generate":
         model = folder / Path(option(options, "--model", "")).name
         return main([name, *options, "--model", str(model), "--max-tokens", "8"])
-    return main([name, *options, "--law", "batch"])
+    if name == "check":
+        return main([name, *options, "--law", "batch"])
+    page = option(options, "--html", None)
+    return main([name, *(str(folder / word) if word == page else word for word in options)])
 
 
 def test_commands_run_in_their_order(folder, monkeypatch, capfd):

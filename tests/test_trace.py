@@ -154,10 +154,18 @@ def _added(layer, stream: np.ndarray) -> np.ndarray:
 def test_the_text_names_all_steps_and_is_narrow(traced):
     found, _ = traced
     text = str(found)
-    assert all(len(line) <= 100 or "tokens:" in line for line in text.splitlines())
+    assert all(len(line) <= 100 for line in text.splitlines())
     for step in {step for layer in found.layers for step in (s.name for s in layer.steps)}:
         assert f"\n{step} " in text
     assert "a note" in text and "A' ' ' '<' 'c'" in text
+
+
+def test_a_long_text_is_cut_between_its_pieces():
+    model, params = make("parallel")
+    model = model.clone(config=dataclasses.replace(model.config, context_length=80))
+    text = trace(model, params, "ab " * 26, ByteTokenizer()).text()
+    assert "' '\n'a' 'b'" in text and all(len(line) <= 100 for line in text.splitlines())
+    assert text.count("(the last 64 tokens)") == 1 and " 13 'b' " not in text and " 14 ' ' #." in text
 
 
 def test_the_text_shows_who_looks_where_and_who_is_served(sparse):

@@ -40,7 +40,8 @@ def _wrapped(text: str, indent: str = "") -> list[str]:
 def _heading(trace: Trace) -> Iterator[str]:
     yield from _wrapped(trace.note) if trace.note else ()
     yield ""
-    yield f"{len(trace.tokens)} tokens: " + " ".join(map(repr, trace.pieces))
+    pieces = " ".join(repr(piece).replace(" ", "\0") for piece in trace.pieces)  # lines break between pieces only
+    yield from (line.replace("\0", " ") for line in _wrapped(f"{len(trace.tokens)} tokens: {pieces}"))
     yield ""
     for letter, (size, what) in letters(trace.config, len(trace.tokens)).items():
         yield f"  {letter} = {size:<6} {what}"
