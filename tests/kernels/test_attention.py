@@ -128,6 +128,8 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     np.testing.assert_allclose(outs.mean(0), seen, atol=0.25)
     np.testing.assert_allclose(outs[:, :, -1].mean(), seen[:, -1].mean(), atol=0.02)
     np.testing.assert_array_equal(run(3), run(3))
+    with pytest.raises(ValueError, match=r"dropout_rate=0\.25 needs a dropout_key"):
+        attention(q, k, v, mask=Causal(), **places(*at), **keywords(), dropout_rate=0.25)
 
 
 def test_weights_add_to_one_and_give_the_output():

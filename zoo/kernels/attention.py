@@ -44,11 +44,10 @@ def attention(
         dropout_rate: share of the weights that are dropped, the others divided by what is left; needs a key.
 
     Raises:
-        ValueError: H is not a multiple of K.
+        ValueError: H is not a multiple of K, or there is a rate of dropout without a key.
 
     Source: arXiv 1706.03762, equation 1; grouped heads, arXiv 2305.13245.
     """
-    (B, T, H, _), (S, K) = q.shape, k.shape[1:3]
     weights = attention_weights(
         q,
         k,
@@ -62,12 +61,7 @@ def attention(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
     )
-    if dropout_rate > 0:
-        kept = jax.random.bernoulli(dropout_key, 1 - dropout_rate, weights.shape)
-        weights = jnp.where(kept, weights / (1 - dropout_rate), 0)
-    rows = weights.astype(v.dtype).reshape(B, K, H // K * T, S)
-    out = jnp.einsum("BKRS,BSKd->BKRd", rows, v)
-    return out.reshape(B, K, H // K, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
+    return _weighted(_dropped(weights, dropout_rate, dropout_key), v)
 
 
 def attention_weights(
@@ -128,3 +122,20 @@ def _softmax(scores: Array, visible: Array, sink: Array | None) -> Array:
     total = weights.sum(axis=-1, keepdims=True)
     total = total if sink is None else total + jnp.exp(sink - top)
     return weights / jnp.where(total == 0, 1, total)
+
+
+def _dropped(weights: Array, rate: float, key: Array | None) -> Array:
+    """Each weight 0 with probability `rate`, else divided by 1 - rate."""
+    if rate == 0:
+        return weights
+    if key is None:
+        raise ValueError(f"attention: dropout_rate={rate} needs a dropout_key")
+    return jnp.where(jax.random.bernoulli(key, 1 - rate, weights.shape), weights / (1 - rate), 0)
+
+
+def _weighted(weights: Float[Array, "B H T S"], v: Float[Array, "B S K d"]) -> Float[Array, "B T H d"]:
+    """Sums of values, each head with its weights."""
+    (B, H, T, S), K = weights.shape, v.shape[2]
+    rows = weights.astype(v.dtype).reshape(B, K, H // K * T, S)
+    out = jnp.einsum("BKRS,BSKd->BKRd", rows, v)
+    return out.reshape(B, K, H // K, T, -1).transpose(0, 3, 1, 2, 4).reshape(B, T, H, -1)
