@@ -77,6 +77,7 @@ PUBLISHED = [
         [1.0, 0.210818499, 0.05, 0.010540925, 0.0025, 0.000632455572, 0.000166666665, 4.51753949e-05],
     ),
 ]
+# ln 32 / ln 4096 = 5 / 12
 FACTORS = {"yarn": lambda s: 0.1 * np.log(s.factor) + 1, "longrope": lambda s: np.sqrt(1 + 5 / 12)}
 
 
@@ -96,11 +97,20 @@ def test_scalings_are_inert_where_they_have_nothing_to_do():
     plain, _ = rope_frequencies(block())
     np.testing.assert_allclose(plain, 10_000.0 ** (-2 * np.arange(8) / 16), rtol=1e-12)
     inert = [LinearScaling(), DynamicNTKScaling(4.0, 256), YarnScaling(1.0), Llama3Scaling(1.0)]
-    inert += [LongRopeScaling(4.0, 256, (1.0,) * 8, (9.0,) * 8)]
+    inert += [LongRopeScaling(1.0, 256, (1.0,) * 8, (9.0,) * 8)]
     for scaling in inert:
         found, factor = rope_frequencies(block(scaling, 256))
         np.testing.assert_allclose(found, plain, rtol=1e-12)
         assert factor == 1.0
+
+
+def test_factors_of_cosine_and_sine():
+    """An explicit one replaces YaRN's; LongRoPE's does not depend on the list."""
+    explicit = YarnScaling(32.0, 4096, attention_factor=1.25)
+    assert rope_frequencies(block(explicit, 131072))[1] == 1.25
+    short, factor = rope_frequencies(block(LongRopeScaling(32.0, 4096, (2.0,) * 8, (9.0,) * 8), 4096))
+    np.testing.assert_allclose(short, 10_000.0 ** (-2 * np.arange(8) / 16) / 2, rtol=1e-12)
+    np.testing.assert_allclose(factor, 1.1902380714238083, rtol=1e-12)  # transformers 5.24
 
 
 def test_one_pair_and_a_fraction_of_the_head():
@@ -117,6 +127,8 @@ def test_alibi_of_a_power_of_two(n_heads):
 def test_alibi_of_other_numbers_of_heads():
     twelve = [2.0**-i for i in range(1, 9)] + [2.0**-0.5, 2.0**-1.5, 2.0**-2.5, 2.0**-3.5]
     np.testing.assert_allclose(alibi_slopes(12), twelve)
+    falcon = [2 ** (-i / 8) for i in range(1, 65)] + [2 ** (-i / 16) for i in range(1, 15, 2)]
+    np.testing.assert_allclose(alibi_slopes(71), falcon)
     for n_heads in (3, 5, 71, 112):
         slopes = alibi_slopes(n_heads)
         assert len(slopes) == n_heads == len(set(slopes)) and np.all((slopes > 0) & (slopes < 1))

@@ -112,7 +112,7 @@ class LongRopeScaling(OriginalContext):
     """A divisor for every frequency, one list within the trained context and one beyond (LongRoPE, arXiv 2402.13753).
 
     The list follows the static `context_length`. Cosine and sine are multiplied by
-    sqrt(1 + ln(factor) / ln(original_context)) beyond the trained context.
+    sqrt(1 + ln(factor) / ln(original_context)) with either list, as in the published code of Phi-3.
 
     Attributes:
         short_factors: divisors for contexts up to original_context, one per rotated pair.

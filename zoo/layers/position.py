@@ -71,7 +71,8 @@ def rope_frequencies(block: BlockConfig) -> tuple[Frequencies, float]:
         case Llama3Scaling():
             return _llama3(plain, scaling), 1.0
         case LongRopeScaling():
-            return _longrope(plain, scaling, block.context_length)
+            factor = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
+            return _longrope(plain, scaling, block.context_length), factor
     return plain, 1.0
 
 
@@ -108,11 +109,10 @@ def _llama3(plain: Frequencies, scaling: Llama3Scaling) -> Frequencies:
     return plain * kept + plain / scaling.factor * (1 - kept)
 
 
-def _longrope(plain: Frequencies, scaling: LongRopeScaling, context_length: int) -> tuple[Frequencies, float]:
-    if context_length <= scaling.original_context:
-        return plain / np.array(scaling.short_factors), 1.0
-    factor = math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_context))
-    return plain / np.array(scaling.long_factors), factor
+def _longrope(plain: Frequencies, scaling: LongRopeScaling, context_length: int) -> Frequencies:
+    """Each frequency divided by its own number, from the list that the context asks for."""
+    short = context_length <= scaling.original_context
+    return plain / np.array(scaling.short_factors if short else scaling.long_factors)
 
 
 def alibi_slopes(n_heads: int) -> Float[np.ndarray, "H"]:
