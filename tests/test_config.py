@@ -160,6 +160,8 @@ WRONG = [
         "model.out_init='gpt2' scales down what model.init='deepnorm' has scaled already",
     ),
     (lambda: ModelConfig(attention_softcap=0.0), "model.attention_softcap=0.0 must be positive, or None"),
+    (lambda: ModelConfig(rope_theta=1.0), "model.rope_theta=1.0 must be more than 1"),
+    (lambda: Block(rope_theta=1.0), "model.pattern.rope_theta=1.0 must be more than 1, or None"),
     (
         lambda: SparseConfig(top_k=2, n_shared_experts=2, shared_in_top_k=True),
         "model.moe.top_k=2 leaves no routed expert beside model.moe.n_shared_experts=2",

@@ -40,7 +40,7 @@ class Block(Section):
     def __post_init__(self):
         super().__post_init__()
         self.require_at_least(1, "window")
-        self.require(self.rope_theta is None or self.rope_theta > 0, "rope_theta", "must be positive, or None")
+        self.require(self.rope_theta is None or self.rope_theta > 1, "rope_theta", "must be more than 1, or None")
 
 
 @dataclass(frozen=True)

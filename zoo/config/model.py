@@ -160,8 +160,8 @@ class ModelConfig(Section):
         self.require_at_least(1, "n_kv_heads", "head_dim", "d_ff", "d_ff_multiple", "position_rows")
         self.require_at_least(0, "init_std", "position_offset", "logit_z_weight")
         self.require_between(0, 0.99, "dropout", "attention_dropout")
-        for name in ("norm_eps", "rope_theta"):
-            self.require(getattr(self, name) > 0, name, "must be positive")
+        self.require(self.norm_eps > 0, "norm_eps", "must be positive")
+        self.require(self.rope_theta > 1, "rope_theta", "must be more than 1")
         for name in ("attention_scale", "attention_softcap", "logit_softcap", "glu_clamp"):
             value = getattr(self, name)
             self.require(value is None or value > 0, name, "must be positive, or None")
