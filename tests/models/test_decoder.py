@@ -10,6 +10,7 @@ import pytest
 
 import zoo
 from tests.laws.architectures import ARCHITECTURES
+from zoo.kernels.attention import attention
 from zoo.layers.attention import init_kv_cache, write_kv_cache
 from zoo.layers.logical import ParamSpec, is_spec
 from zoo.models.decoder import restarting_positions
@@ -107,6 +108,43 @@ def test_a_token_beyond_the_vocabulary_is_not_taken_for_another():
     for token in (48, -1):
         logits = model.apply({"params": params}, jnp.array([[1, token]])).logits
         assert not bool(jnp.isfinite(logits[0, 1]).any())
+
+
+@pytest.mark.parametrize("name", ["dense", "soft"])
+def test_padding_may_hold_what_has_no_vector(name):
+    """Tokens and positions that are NaN elsewhere; NaN times the weight 0 that padding has would spread."""
+    config = dataclasses.replace(ARCHITECTURES[name], position="learned")
+    model = zoo.build(config)
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS)["params"]
+    segments = jnp.array([[1, 1, 1, 0, 1, 0]])
+    run = jax.jit(lambda tokens, positions: model.apply({"params": params}, tokens, positions, segments))
+    tokens, positions = jnp.array([[5, 6, 7, 0, 8, 0]]), jnp.array([[0, 1, 2, 0, 3, 0]])
+    clean, dirty = (
+        run(jnp.where(segments, tokens, t), jnp.where(segments, positions, p)) for t, p in ((0, 0), (-100, 99))
+    )
+    jax.tree.map(np.testing.assert_array_equal, clean, dirty)
+    assert all(bool(jnp.isfinite(x).all()) for x in jax.tree.leaves(clean))
+
+
+def test_no_norm_stands_between_a_block_that_ends_in_one_and_the_head():
+    for placement, expected in {"pre": True, "sandwich": True, "post": False, "deepnorm": False}.items():
+        model = zoo.build(dataclasses.replace(ARCHITECTURES["none"], norm_placement=placement))
+        assert ("final_norm" in model.abstract_params()) == expected
+
+
+def test_attention_is_computed_by_what_the_model_is_given():
+    config = ARCHITECTURES["none"]
+    windows = []
+
+    def attend(q, k, v, *, mask, **settings):
+        windows.append(mask.window)
+        return attention(q, k, v, mask=mask, **settings)
+
+    model = zoo.build(config, attend=attend)
+    params = jax.eval_shape(model.init, jax.random.key(0), TOKENS)["params"]
+    windows.clear()
+    jax.eval_shape(lambda p: model.apply({"params": p}, TOKENS), params)
+    assert set(windows) == {5, None}
 
 
 def test_errors_come_before_compilation():
