@@ -1,5 +1,7 @@
 """Layouts: what the rules promise, for parameters, optimizer state, activations and bytes."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,8 +9,9 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from zoo.config import ConfigError, MeshConfig
+from zoo.config import ConfigError, MeshConfig, ModelConfig
 from zoo.layers.logical import ParamSpec
+from zoo.models.decoder import build
 from zoo.parallel import rules
 from zoo.parallel.mesh import make_mesh
 
@@ -147,3 +150,56 @@ def test_bytes_and_report(mesh):
     line = rules.report(SPECS, mesh, 3)
     assert "fsdp 2 x tensor 2 x expert 2, ZeRO 3" in line
     assert "not split over tensor: stage_0/key; not split over fsdp: stage_0/scale" in line
+
+
+PARTS = ModelConfig(
+    vocab_size=46,
+    vocab_multiple=4,
+    d_model=16,
+    n_heads=4,
+    n_kv_heads=1,
+    context_length=7,
+    attention_bias=("q", "k", "v", "o"),
+    attention_sinks=True,
+    qk_norm="full",
+    position="learned",
+    position_offset=2,
+    tie_embeddings=False,
+    head_bias=True,
+    embedding_norm=True,
+    glu=False,
+    ffn_bias=True,
+    norm_bias=True,
+)
+
+
+def test_every_part_has_its_place(mesh):
+    """Biases lie as what they are added to; one key head and a table of 9 positions stay whole."""
+    shardings = rules.param_shardings(build(PARTS).abstract_params(), mesh, 1)
+    leaves = jax.tree_util.tree_leaves_with_path(specs_of(shardings), is_leaf=lambda x: isinstance(x, P))
+    found = {rules.path_name(path).removeprefix("stage_0/block_0/"): spec for path, spec in leaves}
+    split = {name: spec for name, spec in found.items() if spec != P(*[None] * len(spec))}
+    assert split == {
+        "attention/b_q": P(None, "tensor", None),
+        "attention/q_norm/scale": P(None, "tensor", None),
+        "attention/sinks": P(None, "tensor"),
+        "attention/w_o": P(None, "tensor", None, None),
+        "attention/w_q": P(None, None, "tensor", None),
+        "embedding/table": P("tensor", None),
+        "ffn/b_up": P(None, "tensor"),
+        "ffn/w_down": P(None, "tensor", None),
+        "ffn/w_up": P(None, None, "tensor"),
+        "head/bias": P("tensor"),
+        "head/w": P(None, "tensor"),
+    }
+    assert rules.param_shardings(build(PARTS).abstract_params(), mesh, 3)["embedding"]["positions"].spec == P(
+        None, "fsdp"
+    )
+
+
+def test_a_vocabulary_that_does_not_divide_is_padded():
+    mesh = make_mesh(MeshConfig(data=1, tensor=4), jax.devices()[:4])
+    specs = build(dataclasses.replace(PARTS, vocab_multiple=1)).abstract_params()
+    with pytest.raises(ConfigError, match=r"vocab dimension of embedding/table, which is 46.*model.vocab_multiple=4$"):
+        rules.param_shardings(specs, mesh, 3)
+    assert rules.param_shardings(build(PARTS).abstract_params(), mesh, 3)["head"]["bias"].spec == P("tensor")
