@@ -337,12 +337,16 @@ def load(directory: str | os.PathLike[str]) -> Run:
 
 
 def _restore_params(run: RunDir, model: Decoder, record: Record) -> Any:
-    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), model.abstract_params(), is_leaf=is_spec)
+    mean = record.experiment.optimizer.ema_decay is not None
+    specs = model.abstract_params()
+    # The running mean of the parameters is kept in float32 whatever they are.
+    dtype = lambda s: "float32" if mean else s.dtype  # noqa: E731
+    shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype(s)), specs, is_leaf=is_spec)
     checkpoints = Checkpoints(run.checkpoints, say=lambda text: print(text, file=sys.stderr))
     try:
-        found = checkpoints.restore_params(shapes, record.foreign)
+        found = checkpoints.restore_params(shapes, record.foreign, "ema" if mean else "params")
     finally:
         checkpoints.close()
     if found is None:
         raise RunError(f"{run.path} has no checkpoint yet; train it until train.save_every, or to the end")
-    return found[1]
+    return jax.tree.map(lambda s, p: p.astype(s.dtype), specs, found[1], is_leaf=is_spec)

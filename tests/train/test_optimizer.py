@@ -127,3 +127,64 @@ def test_muon_agrees_with_optax_on_a_flat_matrix():
     want, _ = other.update(gradient, other.init(gradient))
     ours = orthogonalize(gradient["w"], spec((6, 7), ("embed", "mlp"), "matrix", ("embed",), ("mlp",)))
     np.testing.assert_allclose(ours, want["w"] * np.sqrt(7 / 6), atol=2e-5)
+
+
+def updates_of(config, n_steps=2):
+    """The optimizer's last update after some gradients, and its state."""
+    optimizer = make_optimizer(config, SPECS)
+    params = draw(9)
+    state = optimizer.init(params)
+    for n in range(n_steps):
+        updates, state = optimizer.update(draw(n), state, params)
+    return updates, state, params
+
+
+def test_lion_takes_signs_of_the_interpolated_momentum():
+    config = OptimizerConfig(name="lion", learning_rate=0.5, beta1=0.9, beta2=0.8, weight_decay=0.0)
+    updates, _, _ = updates_of(config)
+    for name, update in updates.items():
+        momentum = 0.2 * draw(0)[name]
+        np.testing.assert_array_equal(update, 0.5 * np.sign(0.9 * momentum + np.float32(0.1) * draw(1)[name]))
+
+
+WIDE = {
+    "query": spec(
+        (2, 160, 4, 40), ("layers", "embed", "heads", "head_dim"), "matrix", ("embed",), ("heads", "head_dim")
+    ),
+    "up": spec((2, 3, 160, 130), ("layers", "expert", "embed", "mlp"), "matrix", ("embed",), ("mlp",)),
+    "scale": spec((2, 160), ("layers", "embed"), "scale"),
+}
+
+
+def test_adafactor_factors_the_matrix_of_each_product_and_no_other_axes():
+    """Layers and experts stay apart, heads and their widths are columns together; the update by the paper's formula."""
+    optimizer = make_optimizer(OptimizerConfig(name="adafactor", learning_rate=1.0, weight_decay=0.0), WIDE)
+    rng = np.random.default_rng(0)
+    grads = {name: jnp.asarray(rng.standard_normal(s.shape), jnp.float32) for name, s in WIDE.items()}
+    state = optimizer.init(grads)
+    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
+    assert {(2, 160), (2, 3, 160), (2, 3, 130)} <= shapes and not {(2, 160, 4, 40), (2, 3, 160, 130)} & shapes
+    updates, _ = optimizer.update(grads, state, grads)
+
+    def first_update(g):
+        square = np.float64(g) ** 2 + 1e-30
+        rows, columns = square.mean(1), square.mean(0)
+        u = np.float64(g) / np.sqrt(rows[:, None] * columns[None] / rows.mean())
+        return u / max(1, np.sqrt((u**2).mean()))
+
+    for at in np.ndindex(2, 3):
+        np.testing.assert_allclose(updates["up"][at], first_update(grads["up"][at]), rtol=2e-4, atol=1e-4)
+    flat = np.asarray(grads["query"]).reshape(2, 160, 160)
+    found = np.asarray(updates["query"]).reshape(2, 160, 160)
+    for layer in range(2):
+        np.testing.assert_allclose(found[layer], first_update(flat[layer]), rtol=2e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["lion", "adafactor"])
+def test_decay_and_peak_are_those_of_every_rule(name):
+    still = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.0)
+    decayed = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.1)
+    (a, _, params), (b, _, _) = updates_of(still), updates_of(decayed)
+    for key, s in SPECS.items():
+        expected = 0.05 * params[key] if s.role in ("matrix", "router", "head") else np.zeros_like(params[key])
+        np.testing.assert_allclose(b[key] - a[key], expected, atol=2e-6)

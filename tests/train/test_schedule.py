@@ -70,3 +70,13 @@ def test_no_jump_at_a_joint(schedule, final):
 def test_outside_the_run_the_ends_hold():
     at = factor(OptimizerConfig(warmup_steps=2, final_decay_steps=1), 5)
     assert at(-3) == at(0) == 0.5 and at(5) == at(99) == 0
+
+
+@pytest.mark.parametrize("warmup", [0, 4])
+def test_linear_and_constant(warmup):
+    ramp = [(t + 1) / warmup for t in range(warmup)]
+    linear = [0.1 + 0.9 * (10 - t) / (10 - warmup) for t in range(warmup, 11)]
+    got = rates(10, schedule="linear", warmup_steps=warmup, min_ratio=0.1)
+    np.testing.assert_allclose(got, ramp + linear, rtol=1e-6)
+    got = rates(10, schedule="constant", warmup_steps=warmup, min_ratio=0.1)
+    np.testing.assert_allclose(got, ramp + [1.0] * (11 - warmup), rtol=1e-6)

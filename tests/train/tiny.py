@@ -46,7 +46,8 @@ class Setup:
         self.model = build(settings.model, make_constrain(self.mesh), MeshExperts(self.mesh))
         self.specs = self.model.abstract_params()
         self.optimizer = make_optimizer(settings.optimizer, self.specs)
-        self.layout = make_layout(self.specs, self.optimizer, self.mesh, settings.mesh.zero)
+        ema = settings.optimizer.ema_decay is not None
+        self.layout = make_layout(self.specs, self.optimizer, self.mesh, settings.mesh.zero, ema)
         self.step = make_train_step(self.model, settings, self.optimizer, self.layout)
 
     def state(self):

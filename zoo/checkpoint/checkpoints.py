@@ -165,9 +165,11 @@ class Checkpoints:
         """
         return self._newest_good(abstract_state, foreign, within="")
 
-    def restore_params(self, abstract_params: Any, foreign: Foreign = lambda meta: None) -> Found | None:
-        """As `restore`, but reads and verifies only the part of the state under the key "params"."""
-        return self._newest_good(abstract_params, foreign, within="params/")
+    def restore_params(
+        self, abstract_params: Any, foreign: Foreign = lambda meta: None, key: str = "params"
+    ) -> Found | None:
+        """As `restore`, but reads and verifies only the part of the state under `key`."""
+        return self._newest_good(abstract_params, foreign, within=f"{key}/")
 
     def _newest_good(self, abstract: Any, foreign: Foreign, within: str) -> Found | None:
         self.wait()

@@ -21,7 +21,7 @@ from zoo.train.metrics import Events, MetricsFile, Recorder, Row, Screen, read_r
 from zoo.train.parts import Parts, assemble, begun, introduce
 from zoo.train.pictures import draw_pictures
 from zoo.train.speed import Speed
-from zoo.train.state import TrainState, abstract_state, fresh_state
+from zoo.train.state import TrainState, abstract_state, evaluated, fresh_state
 from zoo.train.step import make_eval_step, make_train_step
 
 
@@ -81,7 +81,7 @@ def _checkpoints(parts: Parts, screen: Screen) -> Checkpoints:
 
 def restore(parts: Parts, checkpoints: Checkpoints, screen: Screen) -> tuple[TrainState, int]:
     """The state to go on from, and its step: that of the newest good checkpoint, or the initial one."""
-    shapes = abstract_state(parts.specs, parts.optimizer)
+    shapes = abstract_state(parts.specs, parts.optimizer, parts.layout.state.ema is not None)
     placed = jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, parts.layout.state
     )
@@ -256,7 +256,7 @@ class Loop:
     def evaluate(self, state: TrainState, step: int) -> None:
         """Evaluates on the whole validation set, and writes and says the result."""
         self.screen.status(f"step {step}: evaluating")
-        row = evaluate(self.parts, self.eval_step, state.params)
+        row = evaluate(self.parts, self.eval_step, evaluated(state))
         self.recorder.write({"step": step} | row)
         self.screen.say(
             f"step {step}: validation {row['val/loss']:.4f} nats/token  {row['val/bits_per_byte']:.4f} bits/byte  "
@@ -274,7 +274,7 @@ class Loop:
         if jax.process_count() > 1:
             return
         parts, settings = self.parts, self.settings
-        run = Run(parts.model, state.params, parts.corpus.tokenizer, parts.experiment)
+        run = Run(parts.model, evaluated(state), parts.corpus.tokenizer, parts.experiment)
         prompt = settings.sample_prompt
         length = min(settings.sample_tokens, room(run, prompt))
         try:

@@ -54,7 +54,7 @@ def assemble(experiment: Experiment) -> Parts:
     _check_prompt(Run(model, None, corpus.tokenizer, experiment))
     specs = model.abstract_params()
     optimizer = make_optimizer(experiment.optimizer, specs)
-    layout = make_layout(specs, optimizer, mesh, experiment.mesh.zero)
+    layout = make_layout(specs, optimizer, mesh, experiment.mesh.zero, experiment.optimizer.ema_decay is not None)
     rows = process_rows(settings.batch_size, mesh)
     loader = Loader(corpus.train, batch_size=settings.batch_size, seed=settings.seed, rows=rows, **windows(experiment))
     evaluation_batches(corpus.validation, batch_size=1, **windows(experiment))  # checks the text

@@ -22,6 +22,7 @@ class TrainState(NamedTuple):
         opt_state: of the optimizer, in float32.
         skipped: updates left out for a gradient or loss that was not finite.
         skipped_in_a_row: how many of them are the latest ones.
+        ema: running mean of the parameters, in float32; None where the run keeps none.
     """
 
     step: Int[Array, ""]
@@ -29,6 +30,7 @@ class TrainState(NamedTuple):
     opt_state: PyTree[Any]
     skipped: Int[Array, ""]
     skipped_in_a_row: Int[Array, ""]
+    ema: PyTree[Any] | None = None
 
 
 class Layout(NamedTuple):
@@ -52,24 +54,38 @@ def as_float32(tree: PyTree[Any]) -> PyTree[Any]:
     return jax.tree.map(lambda x: x.astype(jnp.float32), tree)
 
 
-def init_state(params: PyTree[Any], optimizer: optax.GradientTransformation) -> TrainState:
-    """The state before the first step. The optimizer's moments are float32 whatever the parameters are."""
-    zero = jnp.zeros((), jnp.int32)
-    return TrainState(zero, params, optimizer.init(as_float32(params)), zero, zero)
+def init_state(params: PyTree[Any], optimizer: optax.GradientTransformation, ema: bool = False) -> TrainState:
+    """The state before the first step, with the running mean at the parameters. The optimizer's moments are float32
+    whatever the parameters are."""
+    zero, wide = jnp.zeros((), jnp.int32), as_float32(params)
+    # A copy: two leaves of a donated state must not share their memory.
+    mean = jax.tree.map(jnp.copy, wide) if ema else None
+    return TrainState(zero, params, optimizer.init(wide), zero, zero, mean)
 
 
-def abstract_state(specs: PyTree[Any], optimizer: optax.GradientTransformation) -> TrainState:
+def evaluated(state: TrainState) -> PyTree[Any]:
+    """The parameters that evaluation, samples and generation use: the running mean where there is one."""
+    if state.ema is None:
+        return state.params
+    return jax.tree.map(lambda mean, p: mean.astype(p.dtype), state.ema, state.params)
+
+
+def abstract_state(specs: PyTree[Any], optimizer: optax.GradientTransformation, ema: bool = False) -> TrainState:
     """The state as `jax.ShapeDtypeStruct`s, from the abstract tree of the parameters; allocates nothing."""
     shapes = jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype), specs, is_leaf=is_spec)
-    return jax.eval_shape(lambda params: init_state(params, optimizer), shapes)
+    return jax.eval_shape(lambda params: init_state(params, optimizer, ema), shapes)
 
 
-def make_layout(specs: PyTree[Any], optimizer: optax.GradientTransformation, mesh: Mesh, zero: int) -> Layout:
+def make_layout(
+    specs: PyTree[Any], optimizer: optax.GradientTransformation, mesh: Mesh, zero: int, ema: bool = False
+) -> Layout:
     """The layout that the rules of ZeRO `zero` give; raises as parallel.rules.spec_for does."""
     whole = NamedSharding(mesh, PartitionSpec())
     params = param_shardings(specs, mesh, zero)  # first, so that an error names a parameter and not its moment
-    opt_state = optimizer_shardings(abstract_state(specs, optimizer).opt_state, specs, mesh, zero)
-    state = TrainState(whole, params, opt_state, whole, whole)
+    shapes = abstract_state(specs, optimizer, ema)
+    opt_state = optimizer_shardings(shapes.opt_state, specs, mesh, zero)
+    mean = None if shapes.ema is None else optimizer_shardings(shapes.ema, specs, mesh, zero)
+    state = TrainState(whole, params, opt_state, whole, whole, mean)
     return Layout(state, grad_shardings(specs, mesh, zero), batch_sharding(mesh), whole)
 
 
@@ -78,7 +94,7 @@ def fresh_state(model: Decoder, optimizer: optax.GradientTransformation, layout:
 
     def init() -> TrainState:
         params = model.init(init_key(seed), jnp.zeros((1, 1), jnp.int32))["params"]
-        return init_state(params, optimizer)
+        return init_state(params, optimizer, layout.state.ema is not None)
 
     return jax.jit(init, out_shardings=layout.state)()
 

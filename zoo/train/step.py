@@ -11,6 +11,7 @@ from jaxtyping import Array, Bool, Float, Int, PyTree
 
 from zoo.config import Experiment, Mixture, SparseConfig
 from zoo.data.loader import Batch
+from zoo.layers.logical import ParamSpec, is_spec
 from zoo.layers.moe.balance import loss_weights, moved_bias
 from zoo.models.decoder import Decoder
 from zoo.objectives import Sums, auxiliary_loss, auxiliary_losses, moe_layers, row_losses, sums, total_loss
@@ -27,12 +28,12 @@ def make_train_step(
     """`train_step(state, batch) -> (state, metrics)`; the state that goes in is used up (donated).
 
     The gradient is that of the mean cross entropy plus the auxiliary losses of the whole batch, however many
-    micro-batches it is computed in. Where it, or the loss, is not finite, parameters and optimizer keep
-    every bit; only the counters move on. Metrics stay on the devices; `train/loss` is the cross entropy alone,
-    `learning_rate` what this step used for AdamW, and with Muon `muon_learning_rate` what it used for its matrices.
+    micro-batches it is computed in. Where it, or the loss, is not finite, parameters, their running mean
+    and optimizer keep every bit; only the counters move on. Metrics stay on the devices; `train/loss` is the cross
+    entropy alone, `learning_rate` what this step used, and with Muon `muon_learning_rate` what it used for its matrices.
     """
     settings, train = experiment.optimizer, experiment.train
-    schedule = factor(settings, train.steps)
+    schedule, specs = factor(settings, train.steps), model.abstract_params()
     peaks = {"learning_rate": settings.learning_rate}
     if settings.name == "muon":
         peaks["muon_learning_rate"] = settings.muon_learning_rate
@@ -46,6 +47,7 @@ def make_train_step(
         rate = schedule(state.step)
         moved = updated(state, grads, optimizer, rate)
         moved = moved._replace(params=balanced(moved.params, total.routing, model.config.moe))
+        moved = moved._replace(ema=mean_of(state.ema, moved.params, settings.ema_decay, specs))
         state = select(good, moved, skipped(state))
         counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
         return state, metrics | counters | {name: rate * peak for name, peak in peaks.items()}
@@ -61,7 +63,22 @@ def updated(
     params = as_float32(state.params)
     updates, opt_state = optimizer.update(grads, state.opt_state, params)
     params = jax.tree.map(lambda old, p, u: (p - rate * u).astype(old.dtype), state.params, params, updates)
-    return TrainState(state.step + 1, params, opt_state, state.skipped, jnp.zeros_like(state.skipped))
+    return TrainState(state.step + 1, params, opt_state, state.skipped, jnp.zeros_like(state.skipped), state.ema)
+
+
+def mean_of(ema: PyTree[Any] | None, params: PyTree[Any], decay: float | None, specs: PyTree[Any]) -> PyTree[Any]:
+    """The running mean after a step: decay * mean + (1 - decay) * parameters, from the initial parameters on.
+
+    A selection bias, which is no result of the gradient, is taken as it is. None without a mean.
+    """
+    if ema is None:
+        return None
+
+    def step(spec: ParamSpec, mean: Array, p: Array) -> Array:
+        p = p.astype(mean.dtype)
+        return p if spec.role == "selection_bias" else decay * mean + (1 - decay) * p
+
+    return jax.tree.map(step, specs, ema, params, is_leaf=is_spec)
 
 
 def balanced(params: PyTree[Any], routing: Any, moe: Mixture | None) -> PyTree[Any]:
