@@ -132,10 +132,10 @@ def test_muon_agrees_with_optax_on_a_flat_matrix():
 def updates_of(config, n_steps=2):
     """The optimizer's last update after some gradients, and its state."""
     optimizer = make_optimizer(config, SPECS)
-    params = draw(9)
+    params = jax.tree.map(jnp.asarray, draw(9))
     state = optimizer.init(params)
     for n in range(n_steps):
-        updates, state = optimizer.update(draw(n), state, params)
+        updates, state = optimizer.update(jax.tree.map(jnp.asarray, draw(n)), state, params)
     return updates, state, params
 
 
@@ -148,9 +148,7 @@ def test_lion_takes_signs_of_the_interpolated_momentum():
 
 
 WIDE = {
-    "query": spec(
-        (2, 160, 4, 40), ("layers", "embed", "heads", "head_dim"), "matrix", ("embed",), ("heads", "head_dim")
-    ),
+    "query": spec((2, 160, 4, 40), ("layers", "embed", "heads", "mlp"), "matrix", ("embed",), ("heads", "mlp")),
     "up": spec((2, 3, 160, 130), ("layers", "expert", "embed", "mlp"), "matrix", ("embed",), ("mlp",)),
     "scale": spec((2, 160), ("layers", "embed"), "scale"),
 }
