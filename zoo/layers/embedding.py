@@ -48,7 +48,8 @@ class Embedding(nn.Module):
         if config.embedding_scale:
             x *= jnp.asarray(config.d_model**0.5, dtype)
         if config.position == "learned":
-            x += learned(self.rows, positions, config.position_offset).astype(dtype)
+            rows = self.constrain(self.rows, (None, "embed"))  # whole vectors, as of the table
+            x += learned(rows, positions, config.position_offset).astype(dtype)
         elif config.position == "sinusoidal":
             x += sinusoidal(positions, config.d_model).astype(dtype)
         x = self.norm(x) if config.embedding_norm else x
