@@ -86,7 +86,7 @@ figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .25rem; }
   text-align: right; padding-right: .6rem; font-weight: 500; white-space: nowrap;
   position: sticky; left: 0; background: var(--card);
 }
-.experts th[scope=col] { font-size: .85rem; vertical-align: bottom; }
+.experts th[scope=col] { font-size: .85rem; vertical-align: bottom; padding: 0 .2rem; }
 .experts td { border: 1px solid var(--line); color: var(--soft); }
 .experts tr:first-child td { border: 0; }
 .experts .on { background: hsl(var(--hue) 62% 52% / calc(var(--w) * .9)); color: var(--ink); }
