@@ -4,9 +4,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.train.tiny import Setup, batch, experiment
+from tests.train.tiny import Setup, batch, experiment, model_config
 from zoo.layers.logical import is_spec
-from zoo.objectives import sums, total_loss
+from zoo.models.decoder import build
+from zoo.objectives import Sums, sums, total_loss
 from zoo.parallel.rules import device_bytes
 from zoo.train import step as step_module
 from zoo.train.schedule import factor
@@ -40,7 +41,8 @@ def assert_same_bits(got, want):
 
 def test_the_gradient_of_micro_batches_is_that_of_the_stated_objective():
     """Summed by hand over two parts: nothing in the step's own machinery is used. tests/laws has every mixture."""
-    s = setup("dense", model={"init_std": 0.2, "moe": {"balance_weight": 1.0, "z_weight": 0.1}})
+    mixture = {"balance_weight": 1.0, "z_weight": 0.1}
+    s = setup("dense", model={"init_std": 0.2, "logit_z_weight": 0.1, "moe": mixture})
     assert len(set(np.asarray((batch(0).labels >= 0).reshape(4, 2, -1).sum((0, 2))))) == 2  # unequal parts
     params = s.state().params
 
@@ -211,6 +213,16 @@ def test_gradients_lie_where_zero_puts_them():
 
 
 # ------------------------------------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize("weight", [0.0, 0.25])
+def test_the_loss_is_the_cross_entropy_alone(weight):
+    model = build(model_config("none", logit_z_weight=weight))
+    total = Sums(*map(jnp.float32, (9, 6, 12, 4)), ((None,),))
+    got = measure(total, model)
+    assert got["train/loss"] == 1.5
+    assert got.get("train/logit_z_loss") == (3 if weight else None)
+    assert total_loss(total, model.config) == 9 / 4
 
 
 def test_metrics_of_the_routing_by_hand():
