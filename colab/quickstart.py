@@ -19,6 +19,7 @@ import importlib.util
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 REPOSITORY = ""  # such as "https://.../zoo.git"
 FIRST, BEYOND = (0, 10, 2), (0, 13)  # the versions of JAX that zoo works with
@@ -39,7 +40,7 @@ def install():
             'Runtime, Change runtime type), or run  pip install -U "jax[cuda13]>=0.10.2,<0.13"  (on a TPU jax[tpu], '
             "on a CPU jax) and restart the runtime."
         )
-    kept = pathlib.Path("kept.txt")
+    kept = pathlib.Path(tempfile.gettempdir()) / "kept.txt"
     kept.write_text("".join(f"{name}=={installed(name)}\n" for name in ("jax", "jaxlib") if installed(name)))
     here = pathlib.Path.cwd()
     clone = next((folder for folder in (here, *here.parents) if (folder / "pyproject.toml").exists()), None)

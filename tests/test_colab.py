@@ -94,11 +94,17 @@ def test_the_cells_run_from_top_to_bottom(tmp_path):
 )
 def test_the_runtimes_jax_is_kept(jax, kept, tmp_path, monkeypatch):
     names, commands = installer(jax, monkeypatch)
-    (tmp_path / "pyproject.toml").write_text("")
-    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(names["tempfile"], "gettempdir", lambda: tmp_path)
+    clone = tmp_path / "clone"
+    (clone / "colab").mkdir(parents=True)
+    (clone / "pyproject.toml").write_text("")
+    monkeypatch.chdir(clone / "colab")
     names["install"]()
-    assert commands == [[sys.executable, "-m", "pip", "install", "-q", "-c", "kept.txt", str(tmp_path)]]
+    assert commands == [[sys.executable, "-m", "pip", "install", "-q", "-c", str(tmp_path / "kept.txt"), str(clone)]]
     assert (tmp_path / "kept.txt").read_text() == kept
+    names["REPOSITORY"] = "https://x.org/zoo.git"
+    names["install"]()
+    assert commands[1][-1] == "git+https://x.org/zoo.git"
 
 
 @pytest.mark.parametrize("jax", ["0.7.2", "0.10.1", "0.13.0"])
