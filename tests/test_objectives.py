@@ -122,7 +122,9 @@ def test_layers_come_in_the_order_of_the_network():
     E = 2
 
     def stats(*values):
-        return objectives.RoutingStats(*(jnp.array(values)[:, None] * jnp.ones(E) for _ in objectives.RoutingStats._fields))
+        return objectives.RoutingStats(
+            *(jnp.array(values)[:, None] * jnp.ones(E) for _ in objectives.RoutingStats._fields)
+        )
 
     routing = ((None,), (stats(1.0, 3.0), None, stats(2.0, 4.0)))
     np.testing.assert_array_equal(objectives.moe_layers(routing).counts[:, 0], [1, 2, 3, 4])

@@ -8,7 +8,7 @@ import pytest
 
 from zoo.config import DataConfig
 from zoo.data import sources
-from zoo.data.sources import DataError, open_source, read_pieces, split_documents, stdlib
+from zoo.data.sources import DataError, open_sources, read_pieces, split_documents, stdlib
 
 
 def config(path, **changes):
@@ -18,7 +18,7 @@ def config(path, **changes):
 def split(settings):
     """{part: {name: text}} of a config."""
     found = {}
-    for part, document in split_documents(open_source(settings), settings):
+    for part, document in split_documents(open_sources(settings)[0], settings):
         found.setdefault(part, {})[document.name] = text(document)
     return found
 
@@ -114,33 +114,33 @@ def test_the_document_split_keeps_documents_whole_and_depends_on_names_alone(tmp
 def test_json_lines_are_documents_named_by_their_line(tmp_path, name):
     lines = b'{"text": "one"}\n\n{"text": "", "n": 1}\n{"n": 2, "text": "two\\n\\u00e9"}'
     (tmp_path / name).write_bytes(gzip.compress(lines) if name.endswith(".gz") else lines)
-    documents = list(open_source(config(tmp_path / name)).documents())
+    documents = list(open_sources(config(tmp_path / name))[0].documents())
     assert [(d.name, text(d)) for d in documents] == [(f"{name}:1", "one"), (f"{name}:4", "two\né")]
 
 
 def test_another_field_can_hold_the_text(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", [{"body": "x", "text": 3}])
-    assert [text(d) for d in open_source(config(path, text_field="body")).documents()] == ["x"]
+    assert [text(d) for d in open_sources(config(path, text_field="body"))[0].documents()] == ["x"]
 
 
 def test_documents_are_read_as_they_are_asked_for(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('{"text": "fine"}\n{"text": broken')
-    assert text(next(open_source(config(path)).documents())) == "fine"
+    assert text(next(open_sources(config(path))[0].documents())) == "fine"
 
 
 def test_empty_files_among_others_are_passed_over(tmp_path):
     (tmp_path / "a.txt").write_text("")
     (tmp_path / "b.txt").write_text("text")
-    assert [d.name for d in open_source(config(tmp_path / "*.txt")).documents()] == ["b.txt"]
+    assert [d.name for d in open_sources(config(tmp_path / "*.txt"))[0].documents()] == ["b.txt"]
 
 
 def test_the_identity_follows_the_files(tmp_path):
     (tmp_path / "a.txt").write_text("text")
-    first = open_source(config(tmp_path / "a.txt")).identity
-    assert open_source(config(tmp_path / "a.txt")).identity == first
+    first = open_sources(config(tmp_path / "a.txt"))[0].identity
+    assert open_sources(config(tmp_path / "a.txt"))[0].identity == first
     (tmp_path / "a.txt").write_text("other")
-    assert open_source(config(tmp_path / "a.txt")).identity != first
+    assert open_sources(config(tmp_path / "a.txt"))[0].identity != first
 
 
 BAD_FILES = {
@@ -181,7 +181,7 @@ def test_a_bad_file_is_named_with_the_place_and_the_fault(tmp_path, monkeypatch,
 )
 def test_a_path_that_leads_nowhere(tmp_path, path, words):
     with pytest.raises(DataError) as error:
-        open_source(config(tmp_path / path))
+        open_sources(config(tmp_path / path))[0]
     one_sentence(str(error.value), words)
 
 
@@ -189,7 +189,7 @@ def test_a_path_that_leads_nowhere(tmp_path, path, words):
 def test_a_file_that_cannot_be_read_is_named_with_the_reason(tmp_path, monkeypatch, name):
     path = tmp_path / name
     path.write_text("x")
-    source = open_source(config(path))
+    source = open_sources(config(path))[0]
     path.unlink()  # between two passes over the text
     with pytest.raises(DataError) as error:
         list(source.documents())
@@ -227,5 +227,5 @@ def one_sentence(message, words):
 
 def test_a_document_can_be_read_twice(tmp_path):
     (tmp_path / "a.txt").write_text("text\n" * 5)
-    document = next(open_source(config(tmp_path / "a.txt")).documents())
+    document = next(open_sources(config(tmp_path / "a.txt"))[0].documents())
     assert text(document) == text(document) == "text\n" * 5

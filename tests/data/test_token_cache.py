@@ -17,7 +17,7 @@ import pytest
 from zoo.config import DataConfig
 from zoo.data import cache
 from zoo.data.cache import cache_root, prepare
-from zoo.data.sources import DataError, open_source, split_documents
+from zoo.data.sources import DataError, open_sources, split_documents
 from zoo.data.tokenizer import ByteTokenizer, CharacterTokenizer
 
 WORDS = ["alpha beta", "gamma é漢", "delta\n", "epsilon ▁"]
@@ -39,7 +39,7 @@ def change(config, **fields):
 def texts(config):
     """{part: its documents' texts}."""
     found = {"train": [], "validation": []}
-    for part, document in split_documents(open_source(config), config):
+    for part, document in split_documents(open_sources(config)[0], config):
         found[part].append("".join(document.pieces()))
     return found
 

@@ -7,13 +7,14 @@ second process leaves a part of one.
 
 import contextlib
 import hashlib
+import itertools
 import json
 import os
 import pathlib
 import shutil
 import sys
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, BinaryIO, NamedTuple, TypeVar
 
 import numpy as np
@@ -23,11 +24,12 @@ import sentencepiece
 from jaxtyping import Int64, Integer
 
 from zoo.config import DataConfig
+from zoo.data.errors import DataError
 from zoo.data.lock import locked
-from zoo.data.sources import PART_NAMES, DataError, Document, Source, open_source, split_documents
+from zoo.data.sources import PART_NAMES, Document, Source, open_sources, split_documents
 from zoo.data.tokenizer import Tokenizer, load_tokenizer, make_tokenizer
 
-FORMAT = 1  # part of every key; another number for another layout or another meaning of the tokens
+FORMAT = 2  # part of every key; another number for another layout or another meaning of the tokens
 BATCH_CHARACTERS = 1 << 21  # of text that are tokenized at once, on all cores
 
 T = TypeVar("T")
@@ -44,6 +46,7 @@ class TokenCache(NamedTuple):
         vocab_size, pad_id: of the tokenizer.
         label: how messages name the part.
         digest: 16 hexadecimal digits that differ where tokens or offsets do.
+        documents: how many documents each source has, which lie one source after another.
     """
 
     tokens: Integer[np.ndarray, "N"]
@@ -54,6 +57,20 @@ class TokenCache(NamedTuple):
     pad_id: int
     label: str
     digest: str
+    documents: tuple[int, ...] = ()
+
+    def by_source(self) -> list["TokenCache"]:
+        """The part of each source, as a cache of its own on the same memory."""
+        if len(self.documents) <= 1:
+            return [self]
+        ends = np.cumsum(self.documents)
+        bounds = [(int(end) - n, int(end)) for n, end in zip(self.documents, ends, strict=True)]
+        return [self._slice(first, last) for first, last in bounds]
+
+    def _slice(self, first: int, last: int) -> "TokenCache":
+        start, stop = int(self.offsets[first]), int(self.offsets[last])
+        offsets = np.asarray(self.offsets[first : last + 1]) - start
+        return self._replace(tokens=self.tokens[start:stop], offsets=offsets, documents=(last - first,))
 
 
 class Corpus(NamedTuple):
@@ -74,16 +91,17 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     Raises:
         DataError: the text, the tokenizer or the cache folder cannot be used.
     """
-    source = open_source(config)
-    tokenizer = tokenizer or _tokenizer(config, source)
+    sources = open_sources(config)
+    label = ", ".join(source.label for source in sources)
+    tokenizer = tokenizer or _tokenizer(config, sources)
     for add, token in (("add_bos", tokenizer.bos_id), ("add_eos", tokenizer.eos_id)):
         if getattr(config, add) and token < 0:
             raise DataError(f"{config.named(add)} needs a token that {config.named('tokenizer_model')} lacks; unset it")
-    key = _key(source, config, ["add_bos", "add_eos"], tokenizer.fingerprint)
+    key = _key(sources, config, ["add_bos", "add_eos"], tokenizer.fingerprint)
     parts = _kept(
         cache_root(config) / "tokens" / key,
-        lambda place: _load(place, source.label),
-        lambda draft: _build(draft, source, config, tokenizer),
+        lambda place: _load(place, label),
+        lambda draft: _build(draft, sources, config, tokenizer),
     )
     return Corpus(*parts, tokenizer)
 
@@ -93,17 +111,17 @@ def cache_root(config: DataConfig) -> pathlib.Path:
     return pathlib.Path(config.cache_dir or os.environ.get("ZOO_CACHE") or "~/.cache/zoo").expanduser()
 
 
-def _tokenizer(config: DataConfig, source: Source) -> Tokenizer:
+def _tokenizer(config: DataConfig, sources: Sequence[Source]) -> Tokenizer:
     if config.tokenizer == "bytes" or config.tokenizer_model is not None:
         return make_tokenizer(config, ())
 
     def train(draft: pathlib.Path) -> None:
-        with _progress("learning a tokenizer", source) as advance:
-            parts = split_documents(source, config)
+        with _progress("learning a tokenizer", sources) as advance:
+            parts = itertools.chain.from_iterable(split_documents(source, config) for source in sources)
             documents = (_watched(document, advance) for part, document in parts if part == "train")
             make_tokenizer(config, documents).save(draft)
 
-    key = _key(source, config, ["tokenizer", "vocab_size"], sentencepiece.__version__)
+    key = _key(sources, config, ["tokenizer", "vocab_size"], sentencepiece.__version__)
     return _kept(cache_root(config) / "tokenizers" / key, _try_tokenizer, train)
 
 
@@ -114,9 +132,10 @@ def _try_tokenizer(place: pathlib.Path) -> Tokenizer | None:
         return None
 
 
-def _key(source: Source, config: DataConfig, fields: list[str], *more: str) -> str:
+def _key(sources: Sequence[Source], config: DataConfig, fields: list[str], *more: str) -> str:
     settings = [getattr(config, name) for name in ("split", "validation_fraction", *fields)]
-    return hashlib.sha256(json.dumps([FORMAT, source.identity, settings, more]).encode()).hexdigest()[:24]
+    identities = [source.identity for source in sources]
+    return hashlib.sha256(json.dumps([FORMAT, identities, settings, more]).encode()).hexdigest()[:24]
 
 
 def _kept(place: pathlib.Path, load: Callable[[pathlib.Path], T | None], build: Callable[[pathlib.Path], None]) -> T:
@@ -173,16 +192,17 @@ def _cannot_write(place: pathlib.Path, error: OSError) -> DataError:
 
 
 @contextlib.contextmanager
-def _progress(what: str, source: Source) -> Iterator[Callable[[str], None]]:
+def _progress(what: str, sources: Sequence[Source]) -> Iterator[Callable[[str], None]]:
     """Shows a bar that moves with each text it is given; a plain line where there is no terminal."""
     console = rich.console.Console(stderr=True)
     if not console.is_terminal:
-        print(f"{what}: {source.label}", file=sys.stderr, flush=True)
+        print(f"{what}: {', '.join(source.label for source in sources)}", file=sys.stderr, flush=True)
         yield lambda text: None
         return
     columns = (*rich.progress.Progress.get_default_columns(), rich.progress.DownloadColumn())
     with rich.progress.Progress(*columns, console=console, transient=True) as bar:
-        task = bar.add_task(what, total=source.size)
+        sizes = [source.size for source in sources]
+        task = bar.add_task(what, total=None if None in sizes else sum(sizes))
         yield lambda text: bar.advance(task, len(text.encode()))
 
 
@@ -208,6 +228,11 @@ class _Writer:
         self._gzip = zlib.compressobj(9, wbits=31) if part == "validation" else None
         self._gzip_bytes = self._count = self._documents = self._text_bytes = 0
         self._digest = hashlib.sha256()
+        self._by_source: list[int] = []
+
+    def end_source(self) -> None:
+        """Notes that the documents of the next source follow."""
+        self._by_source.append(self._documents - sum(self._by_source))
 
     def add(self, text: str, tokens: list[int], first: bool) -> None:
         """Appends a piece of a document, the `first` of a new one or a further one of the last."""
@@ -231,7 +256,7 @@ class _Writer:
             os.fsync(stream.fileno())
             stream.close()
         size = self._gzip_bytes + len(self._gzip.flush()) if self._gzip else None
-        counts = {"tokens": self._count, "documents": self._documents, "digest": self._digest.hexdigest()[:16]}
+        counts = {"tokens": self._count, "documents": self._by_source, "digest": self._digest.hexdigest()[:16]}
         return counts | {"text_bytes": self._text_bytes, "gzip_bytes": size}
 
     def _finish_document(self) -> None:
@@ -254,20 +279,24 @@ def _dtype(vocab_size: int) -> np.dtype:
     return np.dtype(np.uint16 if vocab_size <= 1 << 16 else np.uint32)
 
 
-def _build(folder: pathlib.Path, source: Source, config: DataConfig, tokenizer: Tokenizer) -> None:
+def _build(folder: pathlib.Path, sources: Sequence[Source], config: DataConfig, tokenizer: Tokenizer) -> None:
     writers = {part: _Writer(folder, part, tokenizer, config) for part in ("train", "validation")}
-    with _progress("tokenizing", source) as advance:
-        for batch in _batches(split_documents(source, config)):
-            encoded = tokenizer.encode_many([text for _, _, text in batch])
-            for (part, first, text), tokens in zip(batch, encoded, strict=True):
-                writers[part].add(text, tokens, first)
-                advance(text)
+    label = ", ".join(source.label for source in sources)
+    with _progress("tokenizing", sources) as advance:
+        for source in sources:
+            for batch in _batches(split_documents(source, config)):
+                encoded = tokenizer.encode_many([text for _, _, text in batch])
+                for (part, first, text), tokens in zip(batch, encoded, strict=True):
+                    writers[part].add(text, tokens, first)
+                    advance(text)
+            for writer in writers.values():
+                writer.end_source()
     meta = {part: writer.close() for part, writer in writers.items()}
     for part, counts in meta.items():
         if not counts["tokens"]:
-            what = f"the {PART_NAMES[part]} text of {source.label}"
+            what = f"the {PART_NAMES[part]} text of {label}"
             raise DataError(f"{what} has no tokens; give more text or another data.split")
-    meta |= {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "source": source.label}
+    meta |= {"vocab_size": tokenizer.vocab_size, "pad_id": tokenizer.pad_id, "source": label}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1), encoding="utf-8")
 
 
@@ -299,8 +328,10 @@ def _map(place: pathlib.Path, part: str, meta: dict[str, Any], label: str) -> To
     counts = meta[part]
     tokens = np.memmap(place / f"{part}.tokens", _dtype(meta["vocab_size"]), "r")
     offsets = np.memmap(place / f"{part}.offsets", np.int64, "r")
-    if len(tokens) != counts["tokens"] or len(offsets) != counts["documents"] + 1 or offsets[-1] != len(tokens):
+    documents = tuple(counts["documents"])
+    if len(tokens) != counts["tokens"] or len(offsets) != sum(documents) + 1 or offsets[-1] != len(tokens):
         raise ValueError(f"{place} is damaged")
     sizes = counts["text_bytes"], counts["gzip_bytes"]
     kind = meta["vocab_size"], meta["pad_id"]
-    return TokenCache(tokens, offsets, *sizes, *kind, f"the {PART_NAMES[part]} text of {label}", counts["digest"])
+    what = f"the {PART_NAMES[part]} text of {label}"
+    return TokenCache(tokens, offsets, *sizes, *kind, what, counts["digest"], documents)

@@ -76,6 +76,42 @@ class Windows:
         return np.minimum(start, len(self.cache.tokens))
 
 
+class Truncated:
+    """One window a document: its first `length` tokens, or all of them; what is beyond is left out.
+
+    Of a document that is cut, the last label is the token behind the cut.
+    """
+
+    def __init__(self, cache: TokenCache, length: int):
+        """Looks at nothing yet.
+
+        Args:
+            cache: the stream and its documents.
+            length: T.
+        """
+        self.cache, self.length = cache, length
+
+    def __len__(self) -> int:
+        return len(self.cache.offsets) - 1
+
+    def batch(self, indices: Sequence[int] | Int64[np.ndarray, "B"]) -> Batch:
+        """The windows of these documents, one a row; an index past the last one is a row of padding."""
+        documents = np.asarray(indices, np.int64)[:, None]
+        stream, offsets = self.cache.tokens, self.cache.offsets
+        known = documents < len(self)
+        document = np.minimum(documents, len(self) - 1)
+        at = offsets[document] + np.arange(self.length)
+        end = offsets[document + 1]
+        real, labelled = known & (at < end), known & (at + 1 < end)
+        last = len(stream) - 1
+        return Batch(
+            _int32(real, stream[np.minimum(at, last)], self.cache.pad_id),
+            _int32(labelled, stream[np.minimum(at + 1, last)], -1),
+            _int32(real, np.broadcast_to(np.arange(self.length), real.shape), 0),
+            _int32(real, np.ones(real.shape, np.int32), 0),
+        )
+
+
 def _int32(
     where: Bool[np.ndarray, "B T"], values: Integer[np.ndarray, "B T"], otherwise: int
 ) -> Int32[np.ndarray, "B T"]:

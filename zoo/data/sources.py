@@ -21,8 +21,11 @@ import tokenize
 import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from zoo.config import DataConfig
+from zoo.data.errors import DataError
+from zoo.data.formats import COMPRESSED, HUB, Damaged, hub_rows, open_hub, open_zst, parquet_rows
 
 # What messages call the parts of a text.
 PART_NAMES = {"train": "training", "validation": "validation"}
@@ -32,10 +35,6 @@ PIECE_BYTES = 1 << 16  # SentencePiece encodes pieces of a megabyte half as fast
 # Folders beside the standard library's source: its tests, packages that are not part of it, and pydoc's help,
 # which is three quarters of a megabyte of generated English and would be most of the validation text.
 _NOT_STDLIB = {"test", "tests", "idle_test", "pydoc_data", "__pycache__", "site-packages", "dist-packages"}
-
-
-class DataError(ValueError):
-    """Text, a tokenizer or a token cache that cannot be used; the message names it and says what to do."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +67,29 @@ class Source:
     size: int | None
 
 
-def open_source(config: DataConfig) -> Source:
-    """The source that `config.path` names; None is the standard library.
+def open_sources(config: DataConfig) -> tuple[Source, ...]:
+    """The sources that a config names: `config.sources`, or `config.path` alone; None is the standard library.
 
     Raises:
-        DataError: nothing lies there, or it is a folder or empty.
+        DataError: nothing lies there, or it is a folder or empty; or a package that reads it is missing.
     """
-    return stdlib() if config.path is None else _text_files(config.path, config.text_field)
+    if config.sources:
+        return tuple(_open(source.path, source.text_field) for source in config.sources)
+    return (stdlib() if config.path is None else _open(config.path, config.text_field),)
+
+
+def _open(path: str, text_field: str) -> Source:
+    if path.startswith(HUB):
+        label = f"data.path={path!r}"
+        dataset, identity = open_hub(path, label)
+        documents = functools.partial(_hub_documents, dataset, path, text_field)
+        return Source(label, documents, _digest("hub", text_field, path, identity), None)
+    return _text_files(path, text_field)
+
+
+def _hub_documents(dataset: Any, path: str, text_field: str) -> Iterator[Document]:
+    rows = hub_rows(dataset, text_field, path)
+    yield from (Document(f"{path}:{i}", functools.partial(_one, text)) for i, text in enumerate(rows) if text)
 
 
 def stdlib() -> Source:
@@ -124,7 +139,7 @@ def _text_files(path: str, text_field: str) -> Source:
             yield from _documents(p, pathlib.PurePath(os.path.relpath(p, root)).as_posix(), text_field)
 
     files = [(os.path.abspath(p), s.st_size, s.st_mtime_ns) for p, s in zip(paths, stats, strict=True)]
-    compressed = any(p.endswith(".gz") for p in paths)
+    compressed = any(p.endswith((*COMPRESSED, ".parquet")) for p in paths)
     size = None if compressed else sum(s.st_size for s in stats)
     return Source(label, documents, _digest("files", text_field, files), size)
 
@@ -146,20 +161,26 @@ def _find(path: str, label: str) -> tuple[list[str], str]:
 
 
 def _documents(path: str, name: str, text_field: str) -> Iterator[Document]:
-    if path.removesuffix(".gz").endswith((".jsonl", ".json")):
+    plain = path.removesuffix(".gz").removesuffix(".zst")
+    if plain.endswith((".jsonl", ".json")):
         yield from _json_documents(path, name, text_field)
+    elif path.endswith(".parquet"):
+        with _readable(path):
+            for row, text in enumerate(parquet_rows(path, text_field)):
+                if text:
+                    yield Document(f"{name}:{row + 1}", functools.partial(_one, text))
     elif next(read_pieces(path), None) is not None:
         yield Document(name, functools.partial(read_pieces, path))
 
 
 def read_pieces(path: str) -> Iterator[str]:
-    """The UTF-8 text of a plain or gzip file, in pieces that end, where they can, with a line.
+    """The UTF-8 text of a plain or compressed file, in pieces that end, where they can, with a line.
 
     Line ends stay as they are; a byte order mark is dropped.
 
     Raises:
         DataError: a file that cannot be read, a byte that is no UTF-8 (with its offset), a binary file, or a
-            corrupt gzip file.
+            corrupt compressed file.
     """
     rest = ""
     for text in _decode(path):
@@ -189,13 +210,15 @@ def _decode(path: str) -> Iterator[str]:
 
 
 def _blocks(path: str) -> Iterator[bytes]:
-    with _open(path) as stream:
+    with _stream(path) as stream:
         while block := _read(path, stream.read, PIECE_BYTES):
             yield block
 
 
-def _open(path: str) -> gzip.GzipFile | io.BufferedReader:
+def _stream(path: str) -> io.BufferedIOBase:
     with _readable(path):
+        if path.endswith(".zst"):
+            return open_zst(path)
         return gzip.open(path, "rb") if path.endswith(".gz") else open(path, "rb")
 
 
@@ -209,6 +232,8 @@ def _readable(path: str) -> Iterator[None]:
     """Says of what goes wrong inside that `path` is the reason."""
     try:
         yield
+    except Damaged as error:
+        raise DataError(f"{path} is not a whole {error.kind} file ({error}); make or fetch it again") from None
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise DataError(f"{path} is not a whole gzip file ({error}); make or fetch it again") from None
     except OSError as error:
@@ -218,7 +243,7 @@ def _readable(path: str) -> Iterator[None]:
 
 def _json_documents(path: str, name: str, text_field: str) -> Iterator[Document]:
     offset = 0
-    with _open(path) as stream:
+    with _stream(path) as stream:
         for number in itertools.count(1):
             line = _read(path, stream.readline)
             if not line:

@@ -23,6 +23,7 @@ from zoo.train.pictures import draw_pictures
 from zoo.train.speed import Speed
 from zoo.train.state import TrainState, abstract_state, evaluated, fresh_state
 from zoo.train.step import make_eval_step, make_train_step
+from zoo.train.wandb import WandbRun
 
 
 class TrainingError(ValueError):
@@ -118,10 +119,15 @@ def open_recorder(parts: Parts, step: int) -> Recorder:
     """Where rows go; what an earlier start wrote of later steps is cut off. Only process 0 writes."""
     if jax.process_index() != 0:
         return Recorder()
-    metrics = MetricsFile(parts.directory.metrics, step)
-    if not parts.experiment.train.tensorboard:
-        return Recorder(metrics)
-    return Recorder(metrics, Events(parts.directory.events, step))
+    settings = parts.experiment.train
+    with ExitStack() as opened:  # what is open is closed where a later one fails
+        places = [opened.enter_context(closing(MetricsFile(parts.directory.metrics, step)))]
+        if settings.tensorboard:
+            places.append(opened.enter_context(closing(Events(parts.directory.events, step))))
+        if settings.wandb is not None:
+            places.append(WandbRun(parts.experiment, parts.directory.path))
+        opened.pop_all()
+    return Recorder(*places)
 
 
 @contextmanager

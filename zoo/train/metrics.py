@@ -9,7 +9,7 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from tensorboardX.proto.event_pb2 import Event, SessionLog
 from tensorboardX.proto.summary_pb2 import Summary
@@ -119,7 +119,7 @@ class Events:
         self.flush()
 
     def write(self, row: Mapping[str, Any]) -> None:
-        values = [Summary.Value(tag=name, simple_value=value) for name, value in _scalars(row)]
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars(row)]
         self._put(Event(wall_time=time.time(), step=row["step"], summary=Summary(value=values)))
         if time.monotonic() - self._flushed > FLUSH_SECONDS:
             self.flush()
@@ -139,7 +139,8 @@ class Events:
             self._writer.close()
 
 
-def _scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+def scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
+    """The numbers of a row under names of their own, an array's one by one; without the step."""
     for name, value in _plain({name: value for name, value in row.items() if name != "step"}).items():
         items = (
             [(f"{name}/layer_{i}", item) for i, item in enumerate(value)]
@@ -149,10 +150,21 @@ def _scalars(row: Mapping[str, Any]) -> Iterable[tuple[str, float]]:
         yield from ((key, item) for key, item in items if isinstance(item, int | float))
 
 
+@runtime_checkable
+class Place(Protocol):
+    """What keeps rows."""
+
+    def write(self, row: Mapping[str, Any]) -> None: ...
+
+    def flush(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
 class Recorder:
     """Sends every row to all the places that keep it."""
 
-    def __init__(self, *places: MetricsFile | Events):
+    def __init__(self, *places: Place):
         self._places = places
 
     def write(self, row: Mapping[str, Any]) -> None:

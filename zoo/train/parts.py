@@ -23,6 +23,7 @@ from zoo.rundir import Record, Run, RunDir, RunError, make_record, open_run, wit
 from zoo.train.metrics import Screen, short
 from zoo.train.optimizer import make_optimizer
 from zoo.train.state import Layout, make_layout
+from zoo.train.wandb import check_wandb
 
 
 class Parts(NamedTuple):
@@ -42,6 +43,7 @@ class Parts(NamedTuple):
 
 def assemble(experiment: Experiment) -> Parts:
     """Everything that can be checked before compiling: directory, text, model, mesh; raises as `train` does."""
+    check_wandb(experiment.train)
     directory = open_run(experiment)
     corpus = prepare(experiment.data, directory.open_tokenizer())
     record = make_record(experiment, corpus)
@@ -56,7 +58,15 @@ def assemble(experiment: Experiment) -> Parts:
     optimizer = make_optimizer(experiment.optimizer, specs)
     layout = make_layout(specs, optimizer, mesh, experiment.mesh.zero, experiment.optimizer.ema_decay is not None)
     rows = process_rows(settings.batch_size, mesh)
-    loader = Loader(corpus.train, batch_size=settings.batch_size, seed=settings.seed, rows=rows, **windows(experiment))
+    loader = Loader(
+        corpus.train,
+        batch_size=settings.batch_size,
+        seed=settings.seed,
+        weights=[source.weight for source in experiment.data.sources],
+        truncated=experiment.data.documents == "truncated",
+        rows=rows,
+        **windows(experiment),
+    )
     evaluation_batches(corpus.validation, batch_size=1, **windows(experiment))  # checks the text
     return Parts(experiment, record, directory, corpus, loader, mesh, model, specs, optimizer, layout)
 

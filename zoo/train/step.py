@@ -30,7 +30,7 @@ def make_train_step(
     The gradient is that of the mean cross entropy plus the auxiliary losses of the whole batch, however many
     micro-batches it is computed in. Where it, or the loss, is not finite, parameters, their running mean
     and optimizer keep every bit; only the counters move on. Metrics stay on the devices; `train/loss` is the cross
-    entropy alone, `learning_rate` what this step used, and with Muon `muon_learning_rate` what it used for its matrices.
+    entropy alone, `learning_rate` what this step used, `muon_learning_rate` what Muon used for its matrices.
     """
     settings, train = experiment.optimizer, experiment.train
     schedule, specs = factor(settings, train.steps), model.abstract_params()
