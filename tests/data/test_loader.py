@@ -39,7 +39,7 @@ def test_a_batch_is_int32_of_rows_and_windows():
 def test_each_epoch_holds_every_window_once_in_another_order():
     count = len(loader().windows[0])
     assert count == 12 and count % B == 0
-    everything = firsts([loader().windows.batch(range(count))])
+    everything = firsts([loader().windows[0].batch(range(count))])
     orders = [firsts(loader().batch(epoch * 3 + step) for step in range(3)) for epoch in range(5)]
     assert all(sorted(order) == everything for order in orders)
     assert len(set(map(tuple, orders))) == 5
@@ -96,7 +96,7 @@ def test_batches_are_made_ahead_and_closing_ends_that(monkeypatch):
             ahead.set()
         return batch
 
-    monkeypatch.setattr(source.windows, "batch", note)
+    monkeypatch.setattr(source.windows[0], "batch", note)
     batches = source.iterate(0)
     next(batches)
     assert ahead.wait(20)
@@ -117,7 +117,7 @@ def test_evaluation_sees_every_window_once_in_order_for_any_batch_size(size):
     batches = list(evaluation_batches(CACHE, T, size, vocab_size=V))
     assert all(leaf.shape == (size, T) for batch in batches for leaf in batch)
     whole = np.concatenate([np.stack(batch) for batch in batches], axis=1)
-    np.testing.assert_array_equal(whole[:, :12], loader().windows.batch(range(12)))
+    np.testing.assert_array_equal(whole[:, :12], loader().windows[0].batch(range(12)))
     padding = Batch(*whole[:, 12:])
     assert (padding.labels == -1).all() and not padding.segment_ids.any()
 
