@@ -2,6 +2,7 @@
 
 import base64
 import dataclasses
+import functools
 import html.parser
 import io
 import re
@@ -50,6 +51,7 @@ MODELS = {
 }
 
 
+@functools.cache
 def make(name: str) -> tuple:
     """A small model, and parameters that hide nothing."""
     model = build(dataclasses.replace(BASE, **MODELS[name]))

@@ -201,7 +201,9 @@ def _in_words(trace: Trace, looks: Looks, head: int) -> str:
 def _experts(trace: Trace, experts: Experts) -> Iterator[str]:
     """A row per expert and a column per token."""
     yield '<div class="scroll"><table class="experts"><tr><td></td>'
-    yield from (f'<th scope=col data-at="{i}">{visible(piece)}</th>' for i, piece in enumerate(trace.pieces))
+    for i, piece in enumerate(trace.pieces):
+        current = "true" if i == len(trace.tokens) - 1 else "false"
+        yield f'<th scope=col data-at="{i}" aria-current="{current}">{visible(piece)}</th>'
     yield "</tr>"
     for e, name in enumerate(experts.names):
         hue = round(137.5 * e) % 360  # the golden angle keeps neighbours apart

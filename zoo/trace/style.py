@@ -90,7 +90,7 @@ figcaption { font-weight: 600; font-size: .9rem; margin-bottom: .25rem; }
 .experts td { border: 1px solid var(--line); color: var(--soft); }
 .experts tr:first-child td { border: 0; }
 .experts .on { background: hsl(var(--hue) 62% 52% / calc(var(--w) * .9)); color: var(--ink); }
-.experts [aria-current] { color: var(--paper); background: var(--accent); border-radius: 4px; }
+.experts [aria-current=true] { color: var(--paper); background: var(--accent); border-radius: 4px; }
 .guesses { width: 100%; max-width: 46rem; }
 .guesses th, .guesses td { text-align: left; padding: .2rem .8rem .2rem 0; font-weight: 400; }
 .guesses th[scope=col] { color: var(--soft); font-size: .82rem; }
@@ -122,9 +122,7 @@ function pick(i) {
     });
   }
   for (const head of document.querySelectorAll('[data-at]'))
-    head.toggleAttribute('aria-current', Number(head.dataset.at) === i);
+    head.setAttribute('aria-current', Number(head.dataset.at) === i);
 }
 chips.forEach((chip, i) => chip.addEventListener('click', () => pick(i)));
-for (const head of document.querySelectorAll('[data-at]'))
-  head.toggleAttribute('aria-current', Number(head.dataset.at) === n - 1);
 """
