@@ -23,11 +23,12 @@ from zoo.models.decoder import build
 from zoo.trace import TraceError, trace
 
 TEXT = "A <cat> é"
-BASE = ModelConfig(vocab_size=259, d_model=16, n_layers=3, n_heads=4, n_kv_heads=2, d_ff=24, context_length=16)
+BASE = ModelConfig(vocab_size=259, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, context_length=16)
 SIZES = {"n_experts": 4, "d_ff": 8}
 # Every placement of norms, mixture, position and head that the steps tell apart.
 MODELS = {
     "sparse": {
+        "n_layers": 3,
         "moe": SparseConfig(**SIZES, n_shared_experts=1, shared_gate=True),
         "pattern": (Block(window=3), Block(mixture=False)),
         "attention_sinks": True,
@@ -277,12 +278,12 @@ def test_zoo_trace_can_be_called_whoever_imported_its_room():
 
 def test_a_preset_is_made_small(tmp_path, capsys):
     page = tmp_path / "trace.html"
-    args = ["trace", "--preset", "gpt-oss-20b", "--text", "The cat", "--layers", "2", "--html", str(page)]
+    args = ["trace", "--preset", "mixtral-8x7b", "--text", "The cat", "--layers", "1", "--html", str(page)]
     assert main(args) == 0
     assert capsys.readouterr().out == f"{page}: open it in a browser\n"
     text = page.read_text(encoding="utf-8")
-    assert "gpt-oss-20b made small: D is 32 instead of 2,880" in text and "random" in text and "bytes" in text
-    assert 'id="layer-1"' in text and 'id="layer-2"' not in text
+    assert "mixtral-8x7b made small: D is 32 instead of 4,096" in text and "random" in text and "bytes" in text
+    assert 'id="layer-0"' in text and 'id="layer-1"' not in text
     assert main([*args[:-1], str(page), "--seed", "1"]) == 0 and page.read_text(encoding="utf-8") != text
 
 
