@@ -256,7 +256,7 @@ def test_wrong_options_are_answered_in_a_sentence(args, message, file, trained, 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["trian"], "'trian' is not one of train, generate, check, trace; did you mean train?"),
+        (["trian"], "'trian' is not one of train, generate, check, trace, describe, compare; did you mean train?"),
         (["train"], "zoo train needs --config FILE; a Python file that defines config = Experiment(...)"),
         (["train", "configs/x.py"], "zoo train needs --config FILE; did you mean --config configs/x.py?"),
         (["check", "--mixture", "soft"], "zoo check needs --config FILE"),

@@ -154,6 +154,7 @@ WRONG = [
         "model.swish_beta=1.7 needs activation 'swish' or .* model.activation='silu'",
     ),
     (lambda: ModelConfig(parallel="one_norm", norm_placement="post"), "model.parallel='one_norm' needs .*'pre', not"),
+    (lambda: ModelConfig(norm_scale=False, norm_bias=True), "model.norm_bias=True needs model.norm_scale=True"),
     (lambda: ModelConfig(init="deepnorm"), "model.init='deepnorm' needs model.norm_placement='deepnorm', not"),
     (
         lambda: ModelConfig(init="deepnorm", norm_placement="deepnorm", out_init="gpt2"),

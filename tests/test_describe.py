@@ -1,12 +1,31 @@
+import json
 import math
+import re
+from pathlib import Path
 
 import jax
 import pytest
 
+from zoo.cli import main
 from zoo.config import Block, DenseConfig, ModelConfig, SoftConfig, SparseConfig
-from zoo.describe import count_parameters, expert_share, flops_per_token, peak_flops
+from zoo.describe import (
+    Question,
+    compare,
+    count_parameters,
+    count_parts,
+    describe,
+    expert_share,
+    find_device,
+    flops_per_token,
+    peak_flops,
+    preset_table,
+)
+from zoo.describe.flops import forward_flops, live_share
+from zoo.describe.memory import training_state
+from zoo.kernels.masks import Causal, Full
 from zoo.layers.logical import is_spec
 from zoo.models.decoder import build
+from zoo.models.presets import preset
 
 D, F, H, K, h, V, E, L = 8, 12, 2, 1, 4, 32, 4, 3
 SIZES = {"vocab_size": V, "d_model": D, "n_layers": L, "n_heads": H, "n_kv_heads": K, "d_ff": F, "context_length": 16}
@@ -62,3 +81,152 @@ def test_peaks_are_those_of_known_devices_only():
     assert peak_flops("NVIDIA H100 PCIe") == 756e12
     assert peak_flops("TPU v5 lite") == 197e12 and peak_flops("TPU v5p") == 459e12
     assert peak_flops("cpu") is None
+
+
+# ------------------------------------------------------------------------------------------ the traced operations
+
+
+def by_hand(feed_forward, seen):
+    """2 per multiplication: projections, scores and their use, the feed-forward part, the head."""
+    attention = 2 * (D * H * h + 2 * D * K * h + H * h * D)
+    return L * (attention + 4 * H * h * seen + feed_forward) + 2 * D * V
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_traced_operations_by_hand(unroll):
+    assert forward_flops(ModelConfig(**SIZES, unroll=unroll), 16) == by_hand(6 * D * F, 17 / 2)
+
+
+def test_traced_windows_and_experts():
+    seen = sum(min(t + 1, 4) for t in range(16)) / 16
+    assert forward_flops(ModelConfig(**SIZES, pattern=(Block(window=4),)), 16) == by_hand(6 * D * F, seen)
+    sizes, router = {"n_experts": E, "d_ff": F}, 2 * D * E
+    for moe, feed_forward in (
+        (SparseConfig(**sizes, top_k=2), 2 * 6 * D * F + router),
+        (SparseConfig(**sizes, top_k=2, n_shared_experts=1), 3 * 6 * D * F + router),
+        (SparseConfig(**sizes, top_k=3, n_null_experts=4), 3 / 2 * 6 * D * F + 2 * router),
+        (DenseConfig(**sizes), E * 6 * D * F + router),
+    ):
+        assert forward_flops(ModelConfig(**SIZES, moe=moe), 16) == by_hand(feed_forward, 17 / 2), moe
+
+
+def test_traced_soft_mixtures_pay_for_their_slots_and_merges():
+    moe = SoftConfig(n_experts=E, d_ff=F, segment_length=4, max_documents=1)
+    slots = 16 // 4
+    feed_forward = 6 * D * F + slots * (2 * E * 3 * D * F + 2 * D * E) / 16
+    assert forward_flops(ModelConfig(**SIZES, moe=moe), 16) == pytest.approx(by_hand(feed_forward, 17 / 2))
+
+
+@pytest.mark.parametrize("mask", [Causal(), Causal(3), Causal(40), Full()])
+def test_live_shares_are_those_of_the_mask(mask):
+    at = jax.numpy.arange(10)
+    assert float(live_share(mask, 10, 10)) == pytest.approx(float(mask.allows(at[:, None], at[None, :]).mean()))
+
+
+# ---------------------------------------------------------------------------------------------------- whole models
+
+# Published, or 2 K h L x 2 bytes of published shapes.
+KV_BYTES = {
+    "llama2-7b": 524_288,
+    "llama3-8b": 131_072,
+    "mixtral-8x7b": 131_072,
+    "llama3-70b": 327_680,
+    "llama2-70b": 327_680,
+}
+
+
+@pytest.mark.parametrize("name", KV_BYTES)
+def test_cache_of_published_models(name):
+    found = describe(preset(name), name, Question(2048)).values
+    assert found["kv_cache_bytes_per_token"] == KV_BYTES[name]
+    assert found["kv_cache_bytes_per_sequence"] == 2048 * KV_BYTES[name]
+
+
+def test_a_window_bounds_the_cache_of_a_sequence():
+    found = describe(preset("gemma3-270m"), "gemma3-270m", Question(32768)).values
+    assert found["kv_cache_bytes_per_sequence"] == 2 * 256 * 2 * (15 * 512 + 3 * 32768)
+
+
+def test_gpt3_took_3640_petaflop_days():
+    question = Question(2048, n_devices=1000, tokens=300e9, device=find_device("a100"), mfu=0.5)
+    found = describe(preset("gpt3-175b"), "gpt3-175b", question).values["training"]
+    assert found["flops_6nd"] == pytest.approx(3.14e23, rel=0.002)
+    assert found["pf_days_6nd"] == pytest.approx(3640, rel=0.002)
+    assert found["days_6nd"] == pytest.approx(23.3, abs=0.1)
+    assert 1 < found["flops"] / found["flops_6nd"] < 1.02  # attention's scores come on top
+
+
+def test_zero_splits_the_state():
+    """As in figure 1 of arXiv 1910.02054, 7.5 B parameters on 64 devices, with 4 + 4 + 8 bytes a parameter."""
+    total = [training_state(7_500_000_000, ModelConfig(), "adamw", zero, 64).total / 1e9 for zero in range(4)]
+    assert total == pytest.approx([120, 60 + 60 / 64, 30 + 90 / 64, 120 / 64])
+    assert training_state(10**9, ModelConfig(param_dtype="bfloat16"), "lion", 0, 8).total == 10e9
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt-oss-20b", "qwen1.5-moe-a2.7b", "gpt2", "bloom-560m"])
+def test_parts_add_up(name):
+    config = preset(name)
+    specs = build(config).abstract_params()
+    parts, whole = count_parts(config, specs).values(), count_parameters(config, specs)
+    assert sum(p.total for p in parts) == whole.total
+    assert sum(p.active for p in parts) == pytest.approx(whole.active, abs=2)
+
+
+def test_biases_of_experts_are_as_active_as_experts_and_routers_whole():
+    config = preset("gpt-oss-20b")
+    parts = count_parts(config, build(config).abstract_params())
+    assert parts["experts"].active == parts["experts"].total * 4 // 32
+    assert parts["router"].active == parts["router"].total == 24 * (2880 + 1) * 32
+
+
+def test_comparison():
+    one, other = (("llama2-7b", preset("llama2-7b")), ("llama2-70b", preset("llama2-70b")))
+    found = compare(one, other)
+    assert found.differences["n_kv_heads"] == (None, 8) and "vocab_size" not in found.differences
+    assert found.costs["KV cache, bytes per token"] == (524_288, 327_680)
+    assert "x 0.625" in str(found)
+    assert "no field differs" in str(compare(one, one))
+
+
+def test_the_table_of_presets_is_up_to_date():
+    assert (Path(__file__).parents[1] / "docs/presets.md").read_text() == preset_table()
+
+
+# ------------------------------------------------------------------------------------------------ the command line
+
+
+def test_json(capsys):
+    assert main(["describe", "--preset", "mixtral-8x7b", "--json", "--tokens", "1e12", "--device", "h100"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["parameters"]["total"] == 46_702_792_704 and found["parameters"]["active"] == 12_879_925_248
+    assert found["parameters"]["active_without_embedding"] == 12_879_925_248 - 32_000 * 4096
+    assert found["flops_per_token"]["training"] == 3 * found["flops_per_token"]["forward"]
+    assert found["kv_cache_bytes_per_token"] == 131_072 and found["training"]["days"] > 0
+    assert main(["compare", "llama2-7b", "mistral-7b", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"]["d_ff"] == [11008, 14336]
+
+
+def test_screen(capsys):
+    assert main(["describe", "--preset", "llama-7b"]) == 0
+    shown = capsys.readouterr().out
+    assert "6,738,415,616" in shown and "learning rate 0.0003, 4 M tokens a batch, 1 T tokens" in shown
+    assert main(["describe", "--config", str(Path(__file__).parents[1] / "configs/quickstart.py")]) == 0
+    assert "2 K h L x 4 bytes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        ("describe", "zoo describe needs one of --preset NAME, --config FILE and --all"),
+        ("describe --preset gtp2", r"preset='gtp2' is not the name of a preset; did you mean gpt2\?"),
+        ("describe --preset gpt2 --device h10", "device='h10' is not one of v6e, .*; did you mean h100"),
+        ("describe --preset gpt2 --length 2000", "length=2000 is more than model.context_length=1024"),
+        ("describe --preset gpt2 --mfu 2", "--mfu 2.0 must lie between 0, excluded, and 1"),
+        ("describe --preset gpt2 --tokens=-1", "--tokens -1.0 must be a positive number"),
+        ("compare gpt2", "zoo compare needs two presets or config files before any option; 1 are given"),
+        ("compare gpt2 gpt3", "preset='gpt3' is not the name of a preset"),
+    ],
+)
+def test_wrong_input(args, message, capsys):
+    assert main(args.split()) == 2
+    assert re.search(message, capsys.readouterr().err)

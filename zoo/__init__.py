@@ -20,9 +20,12 @@ from zoo.config import (
 )
 
 if TYPE_CHECKING:
+    from zoo.describe.compare import compare
+    from zoo.describe.report import describe
     from zoo.infer.generate import generate
     from zoo.laws import check
     from zoo.models.decoder import build
+    from zoo.models.presets import preset
     from zoo.rundir import load
     from zoo.trace.record import trace
     from zoo.train.loop import train
@@ -31,8 +34,11 @@ if TYPE_CHECKING:
 _LAZY = {
     "build": "zoo.models.decoder",
     "check": "zoo.laws",
+    "compare": "zoo.describe.compare",
+    "describe": "zoo.describe.report",
     "generate": "zoo.infer.generate",
     "load": "zoo.rundir",
+    "preset": "zoo.models.presets",
     "trace": "zoo.trace.record",
     "train": "zoo.train.loop",
 }
@@ -51,8 +57,11 @@ __all__ = [
     "TrainConfig",
     "build",
     "check",
+    "compare",
+    "describe",
     "generate",
     "load",
+    "preset",
     "trace",
     "train",
 ]

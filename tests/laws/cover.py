@@ -66,7 +66,7 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
         "post": {"norm_placement": "post", "norm": "layernorm", "norm_bias": True, "init": "truncated_normal"},
         "sandwich": {"norm_placement": "sandwich", "norm_unit_offset": True, "init": "scaled_normal"},
         "deepnorm": {"norm_placement": "deepnorm", "norm": "layernorm", "init": "deepnorm"},
-        "one norm": {"parallel": "one_norm", "norm": "layernorm", "out_init": "gpt2"},
+        "one norm": {"parallel": "one_norm", "norm": "layernorm", "norm_scale": False, "out_init": "gpt2"},
         "two norms": {"parallel": "two_norms", "norm": "layernorm", "norm_bias": True},
     },
     "feed-forward": {

@@ -90,3 +90,11 @@ def test_norm_of_queries(kind, over):
     expected = FORMULAS[kind](x.reshape(2, 5, -1, width), 1 + scale.reshape(-1)).reshape(x.shape)
     found = layer.apply({"params": {"scale": jnp.float32(scale)}}, *as32(x))
     np.testing.assert_allclose(found, expected, rtol=2e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["rmsnorm", "layernorm"])
+def test_a_norm_may_have_no_parameters(kind):
+    plain, scaled = (build_norm(ModelConfig(norm=kind, norm_scale=scale)) for scale in (False, True))
+    x = jnp.asarray(np.random.default_rng(3).normal(size=(2, 8)), jnp.float32)
+    assert not plain.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(plain.apply({}, x), scaled.apply({"params": {"scale": jnp.ones(8)}}, x))

@@ -22,6 +22,8 @@ USAGE = """usage: zoo COMMAND [OPTIONS]
   zoo generate --model RUN_DIR [OPTIONS] write text with a trained model
   zoo check --config FILE [OPTIONS]      run the laws of a causal decoder on a model
   zoo trace --preset NAME --text "..."   show every step of one sentence's way through a model
+  zoo describe --preset NAME [OPTIONS]   say what a model costs: parameters, FLOPs, memory, days of training
+  zoo compare A B                        put two presets or config files side by side
 
 zoo COMMAND --help lists the options of a command. Each takes a value; one of True and False alone means True.
 """

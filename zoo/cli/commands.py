@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from zoo.cli.describe import compare, describe
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
 from zoo.cli.trace import trace
@@ -127,7 +128,14 @@ def generate(args: Sequence[str]) -> int:
     return 0
 
 
-COMMANDS = {"train": train, "generate": generate, "check": check, "trace": trace}
+COMMANDS = {
+    "train": train,
+    "generate": generate,
+    "check": check,
+    "trace": trace,
+    "describe": describe,
+    "compare": compare,
+}
 
 
 def _with_experiment(command: type[WithExperiment], args: Sequence[str], prog: str) -> Any:

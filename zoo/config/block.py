@@ -77,6 +77,7 @@ class BlockConfig:
     ffn_bias: bool
     norm: Norm
     norm_eps: float
+    norm_scale: bool
     norm_bias: bool
     norm_unit_offset: bool
     norm_placement: NormPlacement

@@ -71,6 +71,7 @@ class ModelConfig(Section):
         ffn_bias: biases in the FFN and in the experts.
         norm: "rmsnorm" (arXiv 1910.07467) or "layernorm" (arXiv 1607.06450).
         norm_eps: added to the mean square or variance.
+        norm_scale: a norm multiplies by a learned scale (OLMo's, arXiv 2402.00838, does not).
         norm_bias: a norm adds a bias.
         norm_unit_offset: a norm multiplies by 1 + scale, with scale starting at 0 (Gemma).
         norm_placement: "pre" x + f(norm(x)), "post" norm(x + f(x)), "sandwich" x + norm(f(norm(x))), or "deepnorm"
@@ -130,6 +131,7 @@ class ModelConfig(Section):
     ffn_bias: bool = False
     norm: Norm = "rmsnorm"
     norm_eps: float = 1e-6
+    norm_scale: bool = True
     norm_bias: bool = False
     norm_unit_offset: bool = False
     norm_placement: NormPlacement = "pre"
@@ -226,6 +228,10 @@ class ModelConfig(Section):
             "swish_beta",
             f"needs activation 'swish' or 'swish_learned', not {self.named('activation')}",
         )
+        for name in ("norm_bias", "norm_unit_offset"):
+            self.require(
+                self.norm_scale or not getattr(self, name), name, f"needs model.norm_scale=True, not {self.norm_scale}"
+            )
         self.require(
             self.parallel is None or self.norm_placement == "pre",
             "parallel",

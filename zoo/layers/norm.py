@@ -44,7 +44,7 @@ NORMS = {"rmsnorm": rms_norm, "layernorm": layer_norm}
 
 
 class Norm(nn.Module):
-    """Holds the scale, and where it has one the bias, of a norm over the last dimensions.
+    """Holds the scale and the bias, as far as it has them, of a norm over the last dimensions.
 
     Attributes:
         kind: which norm.
@@ -53,6 +53,7 @@ class Norm(nn.Module):
         bias: add a bias.
         param_dtype: of the parameters.
         axes: logical axes of the dimensions that are normed together.
+        scaled: multiply by a learned scale.
     """
 
     kind: Kind
@@ -61,24 +62,27 @@ class Norm(nn.Module):
     bias: bool
     param_dtype: Dtype
     axes: tuple[str, ...] = ("embed",)
+    scaled: bool = True
 
     @nn.compact
     def __call__(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         shape = x.shape[-len(self.axes) :]
-        start = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
-        scale = declare(self, "scale", start, shape, self.axes, "scale", self.param_dtype).reshape(-1)
+        flat = x.reshape(*x.shape[: x.ndim - len(shape)], -1)
+        scale, bias = jnp.ones(flat.shape[-1:], jnp.float32), None
+        if self.scaled:
+            start = nn.initializers.zeros if self.unit_offset else nn.initializers.ones
+            scale = declare(self, "scale", start, shape, self.axes, "scale", self.param_dtype).reshape(-1)
         # In float32: 1 + scale loses a small scale in bfloat16.
         scale = scale.astype(jnp.float32) + 1 if self.unit_offset else scale
-        bias = None
         if self.bias:
             bias = declare(self, "bias", nn.initializers.zeros, shape, self.axes, "bias", self.param_dtype).reshape(-1)
-        flat = x.reshape(*x.shape[: x.ndim - len(shape)], -1)
         return NORMS[self.kind](flat, scale, self.eps, bias).reshape(x.shape)
 
 
 def build_norm(config: ModelConfig | BlockConfig, name: str | None = None) -> Norm:
     """The norm of the residual stream that a config describes."""
-    return Norm(config.norm, config.norm_eps, config.norm_unit_offset, config.norm_bias, config.param_dtype, name=name)
+    parts = (config.norm_unit_offset, config.norm_bias, config.param_dtype)
+    return Norm(config.norm, config.norm_eps, *parts, scaled=config.norm_scale, name=name)
 
 
 def build_qk_norm(block: BlockConfig, axis: str, name: str) -> Norm:
@@ -88,4 +92,5 @@ def build_qk_norm(block: BlockConfig, axis: str, name: str) -> Norm:
         axis: logical axis of the heads.
     """
     axes = ("head_dim",) if block.qk_norm == "head" else (axis, "head_dim")
-    return Norm(block.norm, block.norm_eps, block.norm_unit_offset, False, block.param_dtype, axes, name=name)
+    parts = (block.norm_unit_offset, False, block.param_dtype, axes)
+    return Norm(block.norm, block.norm_eps, *parts, scaled=block.norm_scale, name=name)

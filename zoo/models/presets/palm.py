@@ -15,6 +15,7 @@ PRESETS = {
             head_dim=256,
             d_ff=4 * 18432,
             norm="layernorm",
+            norm_scale=False,
             parallel="one_norm",
             # The paper's embeddings are N(0, 1) and its logits divided by sqrt(D): a table of deviation
             # 1 / sqrt(D), multiplied by sqrt(D) on the way in, is the same.
@@ -26,7 +27,7 @@ PRESETS = {
         ),
         "arXiv 2204.02311, table 1 and sections 2 and 5",
         Recipe(learning_rate=1e-2, batch_tokens=4e6, tokens=780e9),
-        "The exact count is derived, not published: 540,354,281,472 in matrices and table, which is the paper's "
-        "540.35 B, and 2,193,408 in the scales of its norms. norm_eps is not published.",
+        "The exact count, 540,354,281,472, is derived from the published shapes: matrices and table, which is the "
+        "paper's 540.35 B. It leaves out scales of norms (2,193,408 with one each), and norm_eps is not published.",
     ),
 }

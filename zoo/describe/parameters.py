@@ -1,4 +1,4 @@
-"""What a config costs: parameters and floating-point operations, counted from the abstract tree."""
+"""Parameters, counted from the abstract tree, and the operations that follow from them."""
 
 import math
 from typing import Any, NamedTuple
@@ -7,19 +7,6 @@ import jax
 
 from zoo.config import DenseConfig, Mixture, ModelConfig, SoftConfig
 from zoo.layers.logical import ParamSpec, is_spec
-
-# Published dense bfloat16 peaks, FLOP/s of one device, by a part of its `device_kind`; the first that fits.
-PEAKS = (
-    ("TPU v6", 918e12),
-    ("TPU v5 lite", 197e12),
-    ("TPU v5e", 197e12),
-    ("TPU v5", 459e12),
-    ("TPU v4", 275e12),
-    ("A100", 312e12),
-    ("H100 PCIe", 756e12),
-    ("H100", 989e12),
-    ("H200", 989e12),
-)
 
 
 class Parameters(NamedTuple):
@@ -43,7 +30,8 @@ def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         size = math.prod(spec.shape)
         used = size * (expert_share(config.moe) if _of_experts(spec) else 1)
-        multiplied = spec.role in ("matrix", "router", "head") or (spec.role == "embedding" and config.tie_embeddings)
+        is_head = spec.role == "head" or (config.tie_embeddings and spec.role == "embedding" and "vocab" in spec.axes)
+        multiplied = spec.role in ("matrix", "router") or is_head
         total, active, products = total + size, active + used, products + used * multiplied
     return Parameters(round(total), round(active), round(products))
 
@@ -51,17 +39,43 @@ def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
 def expert_share(mixture: Mixture | None) -> float:
     """The share of its experts' parameters that a token is multiplied by.
 
-    Sparse: k / E. Dense: 1. Soft: 1 / E for the merged expert, and 1 / L for merging all of them once in L tokens.
+    Sparse: k / E, and k / (E + null experts) where all are chosen alike. Dense: 1. Soft: 1 / E for the merged expert,
+    and 1 / L for merging all of them once in L tokens.
     """
     if mixture is None or isinstance(mixture, DenseConfig):
         return 1.0
     if isinstance(mixture, SoftConfig):
         return min(1.0, 1 / mixture.n_experts + 1 / (mixture.segment_length or math.inf))
-    return mixture.top_k / mixture.n_experts
+    return mixture.k / (mixture.n_experts + mixture.n_null_experts)
 
 
 def _of_experts(spec: ParamSpec) -> bool:
-    return "expert" in spec.axes and spec.role == "matrix"
+    """Matrices, biases and betas of the experts; of the axes of a router, "expert" is the last."""
+    return "expert" in spec.axes and (spec.role == "matrix" or spec.axes[-1] != "expert" or spec.role == "scale")
+
+
+# Part -> what its paths hold; the first that fits.
+PARTS = {
+    "token embedding": ("embedding/table",),
+    "position table": ("embedding/positions",),
+    "norms": ("_norm/", "/norm/"),
+    "attention": ("/attention/",),
+    "router": ("/router/", "/router_bias", "shared/gate"),
+    "shared experts": ("/shared/",),
+    "experts": ("/moe/",),
+    "feed-forward": ("/ffn/",),
+    "head": ("head/",),
+}
+
+
+def count_parts(config: ModelConfig, specs: Any) -> dict[str, Parameters]:
+    """`count_parameters` of every part of the model that has any."""
+    found: dict[str, list[Any]] = {part: [] for part in PARTS}
+    for path, spec in jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec):
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        part = next(part for part, marks in PARTS.items() if any(mark in name for mark in marks))
+        found[part].append(spec)
+    return {part: count_parameters(config, leaves) for part, leaves in found.items() if leaves}
 
 
 def flops_per_token(config: ModelConfig, specs: Any, length: int) -> float:
@@ -80,8 +94,3 @@ def _mean_span(length: int, window: int | None) -> float:
     """Mean of min(t + 1, window) over t < length."""
     w = min(window or length, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """The published bfloat16 peak of a device in FLOP/s; None for one that is not in the table (CPUs)."""
-    return next((peak for name, peak in PEAKS if name.lower() in device_kind.lower()), None)

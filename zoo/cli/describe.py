@@ -1,0 +1,125 @@
+"""zoo describe and zoo compare: what models cost."""
+
+import dataclasses
+import json
+import pathlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from zoo.cli.experiment_file import load_experiment
+from zoo.cli.options import OptionError, parse
+from zoo.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Describe:
+    """Say what a model costs: parameters, FLOPs, memory, cache; with --tokens and --device also how long it trains.
+
+    Attributes:
+        config: a Python file that defines `config = Experiment(...)`.
+        preset: a published architecture.
+        all: print the Markdown table of all presets instead.
+        json: print JSON instead of tables.
+        length: tokens of a sequence; None for the model's context_length.
+        batch_size: sequences on one device, for activations and logits.
+        devices: how many share a training run.
+        optimizer: whose state is held.
+        tokens: to train on; None for those that the preset's authors trained on, where the zoo knows them.
+        device: a100, h100, h100-pcie, h200, v4, v5e, v5p or v6e.
+        mfu: the share of the device's peak that training reaches.
+    """
+
+    config: str | None = None
+    preset: str | None = None
+    all: bool = False
+    json: bool = False
+    length: int | None = None
+    batch_size: int = 1
+    devices: int = 8
+    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
+    tokens: float | None = None
+    device: str | None = None
+    mfu: float = 0.4
+
+
+@dataclass(frozen=True)
+class Compare:
+    """Put two models side by side, `zoo compare A B`, each a preset or a config file: what differs, what it costs.
+
+    Attributes:
+        json: print JSON instead of a table.
+    """
+
+    json: bool = False
+
+
+def describe(args: Sequence[str]) -> int:
+    """`zoo describe`."""
+    given = parse(Describe(), args, "zoo describe")
+    if sum((given.config is not None, given.preset is not None, given.all)) != 1:
+        raise OptionError("zoo describe needs one of --preset NAME, --config FILE and --all")
+    _check(given)
+    from zoo.describe import Question, find_device, preset_table
+    from zoo.describe import describe as run
+    from zoo.models.presets import find_preset
+
+    if given.all:
+        print(preset_table(), end="")
+        return 0
+    model = _named(given.preset or given.config, is_preset=given.preset is not None)
+    recipe = None if given.preset is None else find_preset(given.preset).recipe
+    question = Question(
+        length=given.length or model.context_length,
+        batch_size=given.batch_size,
+        n_devices=given.devices,
+        optimizer=given.optimizer,
+        tokens=given.tokens or (recipe and recipe.tokens),
+        device=None if given.device is None else find_device(given.device),
+        mfu=given.mfu,
+    )
+    found = run(model, given.preset or given.config, question)
+    print(json.dumps(found.values, indent=1) if given.json else found)
+    if recipe is not None and not given.json:
+        batch = f"{recipe.batch_tokens / 1e6:.3g} M tokens a batch"
+        print(f"\nAs published: learning rate {recipe.learning_rate:g}, {batch}, {recipe.tokens / 1e12:g} T tokens.")
+    return 0
+
+
+def _check(given: Describe) -> None:
+    for name in ("length", "batch_size", "devices"):
+        value = getattr(given, name)
+        if value is not None and value < 1:
+            raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
+    if given.tokens is not None and not 0 < given.tokens < float("inf"):
+        raise OptionError(f"--tokens {given.tokens} must be a positive number")
+    if not 0 < given.mfu <= 1:
+        raise OptionError(f"--mfu {given.mfu} must lie between 0, excluded, and 1")
+
+
+def compare(args: Sequence[str]) -> int:
+    """`zoo compare`."""
+    names, options = [], list(args)
+    while options and not options[0].startswith("--"):
+        names.append(options.pop(0))
+    given = parse(Compare(), options, "zoo compare")
+    if len(names) != 2:
+        raise OptionError(f"zoo compare needs two presets or config files before any option; {len(names)} are given")
+    from zoo.describe import compare as run
+
+    found = run(*((name, _named(name)) for name in names))
+    print(json.dumps(found.to_json(), indent=1) if given.json else found)
+    return 0
+
+
+def _named(name: str, is_preset: bool | None = None) -> ModelConfig:
+    """The model of a config file or preset; one of a file whose vocabulary is the tokenizer's has data.vocab_size."""
+    if is_preset is None:
+        is_preset = not (name.endswith(".py") or pathlib.Path(name).is_file())
+    if is_preset:
+        from zoo.models.presets import preset
+
+        return preset(name)
+    experiment: Any = load_experiment(name)
+    vocab_size = experiment.model.vocab_size or experiment.data.vocab_size
+    return dataclasses.replace(experiment.model, vocab_size=vocab_size)

@@ -1,0 +1,220 @@
+"""What a model costs, as one record: for the screen with the formula beside each number, and as JSON."""
+
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+from zoo.config import ConfigError, ModelConfig
+from zoo.describe.devices import Device
+from zoo.describe.flops import forward_flops
+from zoo.describe.memory import (
+    activation_bytes_per_token,
+    itemsize,
+    kv_bytes_per_sequence,
+    kv_bytes_per_token,
+    logit_bytes,
+    training_state,
+)
+from zoo.describe.parameters import Parameters, count_parameters, count_parts
+from zoo.models.decoder import build
+
+PF_DAY = 1e15 * 86_400
+
+
+class Question(NamedTuple):
+    """What is asked of a model beside its parameters.
+
+    Attributes:
+        length: tokens of a sequence.
+        batch_size: sequences on one device, for activations and logits.
+        n_devices: devices that share a training run.
+        optimizer: name in OptimizerConfig.
+        tokens: to train on; None for no such question.
+        device: one of `DEVICES`; None for no such question.
+        mfu: the share of the device's peak that training reaches.
+    """
+
+    length: int
+    batch_size: int = 1
+    n_devices: int = 8
+    optimizer: str = "adamw"
+    tokens: float | None = None
+    device: Device | None = None
+    mfu: float = 0.4
+
+
+class Row(NamedTuple):
+    """One number: what it is, the number as text, and how it comes about."""
+
+    name: str
+    value: str
+    formula: str
+
+
+class Description(NamedTuple):
+    """What a model costs.
+
+    Attributes:
+        name: of the model.
+        values: the numbers, as JSON has them.
+        tables: heading -> rows for the screen.
+    """
+
+    name: str
+    values: dict[str, Any]
+    tables: dict[str, list[Row]]
+
+    def __str__(self) -> str:
+        rows = [row for table in self.tables.values() for row in table]
+        wide = [max(len(row[i]) for row in rows) for i in (0, 1)]
+        lines = [self.name]
+        for heading, table in self.tables.items():
+            lines += ["", heading]
+            lines += [f"  {row.name:<{wide[0]}}  {row.value:>{wide[1]}}  {row.formula}".rstrip() for row in table]
+        return "\n".join(lines)
+
+
+def describe(config: ModelConfig, name: str, question: Question) -> Description:
+    """What a model costs, from abstract arrays alone: not a weight is allocated.
+
+    Raises:
+        ConfigError: the sequence is longer than the model's context, or the model has no vocabulary size.
+    """
+    if question.length > config.context_length:
+        raise ConfigError(f"length={question.length} is more than model.context_length={config.context_length}")
+    specs = build(config).abstract_params()
+    count, parts = count_parameters(config, specs), count_parts(config, specs)
+    forward = forward_flops(config, question.length)
+    sections = (
+        _parameters(count, parts),
+        _flops(config, count, forward, question),
+        _memory(config, count, question),
+        _cache(config, count, forward, question),
+        _training(count, forward, question),
+    )
+    values: dict[str, Any] = {"name": name}
+    tables = {}
+    for heading, rows, numbers in sections:
+        values |= numbers
+        if rows:
+            tables[heading] = rows
+    return Description(name, values, tables)
+
+
+Section = tuple[str, list[Row], dict[str, Any]]
+
+
+def _parameters(count: Parameters, parts: dict[str, Parameters]) -> Section:
+    outside = count.active - parts["token embedding"].total
+    rows = [Row(part, f"{p.total:,}", f"{p.active:,} active" * (p.active != p.total)) for part, p in parts.items()]
+    rows += [
+        Row("total", f"{count.total:,}", ""),
+        Row("active", f"{count.active:,}", "of the experts, those that a token is sent to"),
+        Row("active without embedding", f"{outside:,}", "active - V D, the table of the input"),
+    ]
+    each = {part: {"total": p.total, "active": p.active} for part, p in parts.items()}
+    numbers = {"total": count.total, "active": count.active, "active_without_embedding": outside, "parts": each}
+    return "Parameters", rows, {"parameters": numbers}
+
+
+def _flops(config: ModelConfig, count: Parameters, forward: float, question: Question) -> Section:
+    again = 0.0 if config.remat == "none" else forward
+    rows = [
+        Row(
+            "forward",
+            _si(forward),
+            f"every product, traced, at {question.length:,} tokens a sequence; masks by their live share",
+        ),
+        Row("training", _si(3 * forward), "3 forward: each product has two more in its gradient"),
+        Row("6 N", _si(6 * count.products), "6 parameters in products, without attention's scores"),
+    ]
+    if again:
+        rows.append(Row("computed again", _si(again), f"by remat={config.remat!r}, at most a forward pass"))
+    values = {"forward": forward, "training": 3 * forward, "six_n": 6.0 * count.products, "remat": again}
+    return "FLOPs per token", rows, {"flops_per_token": values | {"length": question.length}}
+
+
+def _memory(config: ModelConfig, count: Parameters, question: Question) -> Section:
+    n, tokens = question.n_devices, question.length * question.batch_size
+    rows, values = [], {}
+    for zero in range(4):
+        state = training_state(count.total, config, question.optimizer, zero, n)
+        parts = ", ".join(f"{part} {_bytes(size)}" for part, size in state._asdict().items())
+        rows.append(Row(f"ZeRO {zero}, state of 1 of {n}", _bytes(state.total), parts))
+        values[f"zero_{zero}"] = state._asdict() | {"total": state.total}
+    activations = activation_bytes_per_token(config, question.length) * tokens
+    whole, chunk = logit_bytes(config, tokens)
+    kept = f"{question.batch_size} x {question.length:,} tokens, inputs of products and attention's weights"
+    rows += [
+        Row("activations", _bytes(activations), f"estimate: {kept}, remat={config.remat!r}"),
+        Row("logits", _bytes(chunk), f"in chunks; whole they were {_bytes(whole)} = 4 tokens V"),
+    ]
+    values |= {"activations": activations, "logits": chunk, "logits_whole": whole}
+    return f"Memory for training, {question.optimizer}", rows, {"memory_bytes": values}
+
+
+def _cache(config: ModelConfig, count: Parameters, forward: float, question: Question) -> Section:
+    per_token = kv_bytes_per_token(config)
+    sequence = kv_bytes_per_sequence(config, question.length)
+    weights = count.active * itemsize(config.compute_dtype)
+    decode = forward / (weights + sequence)
+    prefill = forward * question.length / (count.total * itemsize(config.compute_dtype) + sequence)
+    rows = [
+        Row("KV cache per token", _bytes(per_token), f"2 K h L x {itemsize(config.compute_dtype)} bytes"),
+        Row("KV cache per sequence", _bytes(sequence), f"{question.length:,} tokens, a window no more than its width"),
+        Row("intensity of decoding", f"{decode:.2f} FLOP/B", "FLOPs of a token / bytes of active weights and cache"),
+        Row("intensity of a prompt", f"{prefill:,.0f} FLOP/B", "FLOPs of a sequence / bytes of all weights and cache"),
+    ]
+    values: dict[str, Any] = {
+        "kv_cache_bytes_per_token": per_token,
+        "kv_cache_bytes_per_sequence": sequence,
+        "arithmetic_intensity": {"decode": decode, "prefill": prefill},
+    }
+    if question.device is not None:
+        rate = question.device.bandwidth / (weights + sequence)
+        balance = question.device.flops / question.device.bandwidth
+        rows += [
+            Row("decoding at best", f"{rate:,.0f} tokens/s", "memory bandwidth / bytes read, one sequence"),
+            Row("device's balance", f"{balance:,.0f} FLOP/B", "peak / bandwidth: below it, memory is the limit"),
+        ]
+        values["arithmetic_intensity"] |= {"device": balance, "decode_tokens_per_second": rate}
+    return "Generating", rows, values
+
+
+def _training(count: Parameters, forward: float, question: Question) -> Section:
+    if question.tokens is None:
+        return "Training", [], {}
+    totals = {"traced": 3 * forward * question.tokens, "6 N D": 6.0 * count.products * question.tokens}
+    rows = [Row("tokens", _si(question.tokens), "")]
+    values: dict[str, Any] = {"tokens": question.tokens}
+    for name, total in totals.items():
+        key = "" if name == "traced" else "_6nd"
+        rows.append(Row(f"FLOPs, {name}", f"{total:.3g}", f"= {total / PF_DAY:,.0f} PF-days"))
+        values |= {f"flops{key}": total, f"pf_days{key}": total / PF_DAY}
+        if question.device is not None:
+            days = total / (question.n_devices * question.device.flops * question.mfu) / 86_400
+            peak = f"{_si(question.device.flops)}FLOP/s"
+            how = f"FLOPs / ({question.n_devices:,} devices x peak {peak} x MFU {question.mfu:.0%})"
+            rows.append(Row(f"days, {name}", f"{days:,.1f}", how))
+            values[f"days{key}"] = days
+    return "Training", rows, {"training": values}
+
+
+def _si(value: float) -> str:
+    """Three digits and a letter."""
+    for size, letter in ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if value >= size:
+            return f"{value / size:.3g} {letter}"
+    return f"{value:.3g} "
+
+
+def _bytes(value: float) -> str:
+    for size, unit in ((2**40, "TiB"), (2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")):
+        if value >= size:
+            return f"{value / size:,.2f} {unit}"
+    return f"{value:,.0f} B"
+
+
+def markdown(columns: list[str], rows: Iterable[Iterable[str]]) -> str:
+    """A table in Markdown."""
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
