@@ -155,6 +155,20 @@ def test_no_mixture(file, trained):
     assert trained[0].model.moe is None
 
 
+def test_a_preset_is_the_model(file, trained):
+    options = ["--preset", "mixtral-8x7b", "--model.n-layers", "2", "--mixture", "dense"]
+    assert main(["train", *options]) == 0
+    assert main(["train", "--config", file, "--preset=gpt2"]) == 0
+    alone, in_file = trained
+    assert (alone.name, alone.model.d_model, alone.model.n_layers, alone.model.moe.kind) == (
+        "mixtral-8x7b",
+        4096,
+        2,
+        "dense",
+    )
+    assert (in_file.name, in_file.model, in_file.train.steps) == ("small", zoo.preset("gpt2"), 500)
+
+
 def test_a_signal_decides_the_status(file, monkeypatch):
     monkeypatch.setattr(zoo.train.loop, "train", lambda experiment: types.SimpleNamespace(signal=15))
     assert main(["train", "--config", file]) == 143
@@ -261,6 +275,7 @@ def test_wrong_options_are_answered_in_a_sentence(args, message, file, trained, 
         (["train", "configs/x.py"], "zoo train needs --config FILE; did you mean --config configs/x.py?"),
         (["check", "--mixture", "soft"], "zoo check needs --config FILE"),
         (["train", "--config", "--mixture", "soft"], "zoo train needs --config FILE"),
+        (["train", "--preset", "gtp2"], "preset='gtp2' is not the name of a preset; did you mean gpt2?"),
         (["generate"], "zoo generate needs --model RUN_DIR, the directory of a training run"),
         (["generate", "--model", "x", "--promt", "y"], "there is no option --promt; did you mean --prompt?"),
         (["generate", "--model", "x", "--top-k", "few"], "--top-k 'few' is not a whole number or None"),

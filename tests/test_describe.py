@@ -5,9 +5,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.interpreters import partial_eval
 
 from zoo.cli import main
-from zoo.config import Block, DenseConfig, ModelConfig, SoftConfig, SparseConfig
+from zoo.config import Block, DenseConfig, ModelConfig, OptimizerConfig, SoftConfig, SparseConfig
 from zoo.describe import (
     Question,
     compare,
@@ -16,16 +17,19 @@ from zoo.describe import (
     describe,
     expert_share,
     find_device,
+    flops,
     flops_per_token,
     peak_flops,
     preset_table,
 )
-from zoo.describe.flops import forward_flops, live_share
-from zoo.describe.memory import training_state
+from zoo.describe.flops import decoding_flops, forward_flops, live_share, merging_flops, recomputed_flops
+from zoo.describe.memory import activation_bytes_per_token, training_state
+from zoo.describe.parameters import Parameters
 from zoo.kernels.masks import Causal, Full
 from zoo.layers.logical import is_spec
 from zoo.models.decoder import build
 from zoo.models.presets import preset
+from zoo.train.optimizer import make_optimizer
 
 D, F, H, K, h, V, E, L = 8, 12, 2, 1, 4, 32, 4, 3
 SIZES = {"vocab_size": V, "d_model": D, "n_layers": L, "n_heads": H, "n_kv_heads": K, "d_ff": F, "context_length": 16}
@@ -117,6 +121,47 @@ def test_traced_soft_mixtures_pay_for_their_slots_and_merges():
     assert forward_flops(ModelConfig(**SIZES, moe=moe), 16) == pytest.approx(by_hand(feed_forward, 17 / 2))
 
 
+def test_merging_is_what_more_experts_add():
+    few, many = (ModelConfig(**SIZES, moe=SoftConfig(n_experts=n, d_ff=F, segment_length=4)) for n in (E, 2 * E))
+    added = forward_flops(many, 16) - forward_flops(few, 16)
+    router = L * E * 2 * D * 7 / 16  # 4 segments, and 3 more documents may begin
+    assert merging_flops(few, 16) == pytest.approx(added - router)
+    assert merging_flops(ModelConfig(**SIZES), 16) == 0
+
+
+def gradient_flops(config, length):
+    """Operations per token of a traced gradient."""
+    model = build(config).clone(attend=flops._attend, experts=flops._Experts(config.moe))
+    params = specs_as_arrays(model.abstract_params())
+    tokens = jax.ShapeDtypeStruct((1, length), jax.numpy.int32)
+    loss = lambda params, tokens: (model.apply({"params": params}, tokens).logits ** 2).sum()  # noqa: E731
+    program = jax.make_jaxpr(jax.grad(loss))(params, tokens)
+    needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True] * len(program.jaxpr.outvars))
+    return float(flops._count(needed)) / length
+
+
+@pytest.mark.parametrize("moe", [None, SparseConfig(n_experts=E, d_ff=F), SoftConfig(n_experts=E, d_ff=F)])
+def test_training_is_three_forward_passes(moe):
+    config = ModelConfig(**SIZES, moe=moe)
+    assert gradient_flops(config, 16) == pytest.approx(3 * forward_flops(config, 16))
+
+
+@pytest.mark.parametrize("remat", ["full", "dots", "dots_no_batch"])
+def test_remat_computes_no_more_again_than_described(remat):
+    config = ModelConfig(**SIZES, remat=remat)
+    forward = forward_flops(config, 16)
+    again = gradient_flops(config, 16) - 3 * forward
+    parts = count_parts(config, build(config).abstract_params())
+    unneeded = L * 2 * F * D if remat == "full" else 0  # the last product of a block has no use in its gradient
+    assert recomputed_flops(config, parts, forward, 16) == pytest.approx(again + unneeded)
+
+
+def test_the_last_token_sees_all_before_it():
+    plain, narrow = ModelConfig(**SIZES), ModelConfig(**SIZES, pattern=(Block(window=4),))
+    assert decoding_flops(plain, by_hand(6 * D * F, 17 / 2), 16) == by_hand(6 * D * F, 16)
+    assert decoding_flops(narrow, by_hand(6 * D * F, 3.625), 16) == by_hand(6 * D * F, 4)
+
+
 @pytest.mark.parametrize("mask", [Causal(), Causal(3), Causal(40), Full()])
 def test_live_shares_are_those_of_the_mask(mask):
     at = jax.numpy.arange(10)
@@ -158,9 +203,33 @@ def test_gpt3_took_3640_petaflop_days():
 
 def test_zero_splits_the_state():
     """As in figure 1 of arXiv 1910.02054, 7.5 B parameters on 64 devices, with 4 + 4 + 8 bytes a parameter."""
-    total = [training_state(7_500_000_000, ModelConfig(), "adamw", zero, 64).total / 1e9 for zero in range(4)]
+    sizes = Parameters(total=7_500_000_000, active=0, products=0, matrices=7_000_000_000)
+    total = [training_state(sizes, ModelConfig(), "adamw", zero, 64).total / 1e9 for zero in range(4)]
     assert total == pytest.approx([120, 60 + 60 / 64, 30 + 90 / 64, 120 / 64])
-    assert training_state(10**9, ModelConfig(param_dtype="bfloat16"), "lion", 0, 8).total == 10e9
+    assert training_state(sizes, ModelConfig(param_dtype="bfloat16"), "lion", 0, 8).total == 75e9
+    assert training_state(sizes, ModelConfig(), "muon", 0, 8).optimizer == 4 * 7e9 + 8 * 0.5e9
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
+def test_moments_are_as_large_as_the_optimizers(name):
+    config, specs, got = count(moe=SparseConfig(n_experts=E, d_ff=F))
+    state = jax.eval_shape(make_optimizer(OptimizerConfig(name=name), specs).init, specs_as_arrays(specs))
+    numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
+    assert training_state(got, config, name, 0, 1).optimizer == 4 * numbers
+
+
+def specs_as_arrays(specs):
+    return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
+
+
+def test_activations_by_hand():
+    scores = 4 * H * 16
+    block = 4 * (4 * D + 2 * H * h + 2 * K * h + 3 * F)
+    assert activation_bytes_per_token(ModelConfig(**SIZES), 16) == L * (block + scores)
+    full = activation_bytes_per_token(ModelConfig(**SIZES, remat="full"), 16)
+    assert full == L * 4 * D + block + scores
+    kept = 4 * (3 * D + 2 * H * h + 2 * K * h + 2 * F) + scores
+    assert activation_bytes_per_token(ModelConfig(**SIZES, remat="dots"), 16) == L * kept + block + scores
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt-oss-20b", "qwen1.5-moe-a2.7b", "gpt2", "bloom-560m"])

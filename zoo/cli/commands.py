@@ -15,6 +15,7 @@ from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
 from zoo.cli.trace import trace
 from zoo.config import Experiment, ModelConfig, SparseConfig, as_mixture
+from zoo.models.presets import preset
 
 # What the help shows where no file is given.
 EXAMPLE = Experiment("example", model=ModelConfig(moe=SparseConfig()))
@@ -26,11 +27,13 @@ class WithExperiment:
 
     Attributes:
         config: a Python file that defines `config = Experiment(...)`; the help shows its values as defaults.
+        preset: a published architecture (docs/presets.md) as the model, in place of the file's where both are given.
         mixture: the variant of the model; None leaves the file's, whose sizes another one takes over.
     """
 
     experiment: Experiment
     config: str | None = None
+    preset: str | None = None
     mixture: Literal["sparse", "dense", "soft", "none"] | None = None
 
 
@@ -139,17 +142,20 @@ COMMANDS = {
 
 
 def _with_experiment(command: type[WithExperiment], args: Sequence[str], prog: str) -> Any:
-    """The command's options over the values of the file and mixture that they name."""
-    path, mixture = _early(args, "--config"), _early(args, "--mixture")
-    if path is None and not {"-h", "--help"} & set(args):
+    """The command's options over the values of the file, preset and mixture that they name."""
+    path, name, mixture = (_early(args, option) for option in ("--config", "--preset", "--mixture"))
+    if path is None and name is None and not {"-h", "--help"} & set(args):
         files = [arg for arg in args if arg.endswith(".py")]
-        hint = f"did you mean --config {files[0]}?" if files else "a Python file that defines config = Experiment(...)"
+        what = "a Python file that defines config = Experiment(...)"
+        hint = f"did you mean --config {files[0]}?" if files else f"{what}, or --preset NAME"
         raise OptionError(f"{prog} needs --config FILE; {hint}")
     experiment = EXAMPLE if path is None else load_experiment(path)
+    if name is not None:
+        experiment = dataclasses.replace(experiment, name=name if path is None else experiment.name, model=preset(name))
     if mixture is not None:
         model = dataclasses.replace(experiment.model, moe=as_mixture(experiment.model.moe, mixture))
         experiment = dataclasses.replace(experiment, model=model)
-    return parse(command(experiment=experiment, config=path, mixture=mixture), args, prog)
+    return parse(command(experiment=experiment, config=path, preset=name, mixture=mixture), args, prog)
 
 
 def _early(args: Sequence[str], name: str) -> str | None:

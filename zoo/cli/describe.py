@@ -5,11 +5,12 @@ import json
 import pathlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
-from zoo.config import ModelConfig
+from zoo.config import Experiment
+from zoo.models.presets import find_preset, preset
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Describe:
         length: tokens of a sequence; None for the model's context_length.
         batch_size: sequences on one device, for activations and logits.
         devices: how many share a training run.
-        optimizer: whose state is held.
+        optimizer: whose state is held; None for the config's, or adamw.
         tokens: to train on; None for those that the preset's authors trained on, where the zoo knows them.
         device: a100, h100, h100-pcie, h200, v4, v5e, v5p or v6e.
         mfu: the share of the device's peak that training reaches.
@@ -37,7 +38,7 @@ class Describe:
     length: int | None = None
     batch_size: int = 1
     devices: int = 8
-    optimizer: Literal["adamw", "muon", "lion", "adafactor"] = "adamw"
+    optimizer: Literal["adamw", "muon", "lion", "adafactor"] | None = None
     tokens: float | None = None
     device: str | None = None
     mfu: float = 0.4
@@ -62,23 +63,22 @@ def describe(args: Sequence[str]) -> int:
     _check(given)
     from zoo.describe import Question, find_device, preset_table
     from zoo.describe import describe as run
-    from zoo.models.presets import find_preset
 
     if given.all:
         print(preset_table(), end="")
         return 0
-    model = _named(given.preset or given.config, is_preset=given.preset is not None)
+    experiment = _named(given.preset or given.config, is_preset=given.preset is not None)
     recipe = None if given.preset is None else find_preset(given.preset).recipe
     question = Question(
-        length=given.length or model.context_length,
+        length=given.length or experiment.model.context_length,
         batch_size=given.batch_size,
         n_devices=given.devices,
-        optimizer=given.optimizer,
+        optimizer=given.optimizer or experiment.optimizer.name,
         tokens=given.tokens or (recipe and recipe.tokens),
         device=None if given.device is None else find_device(given.device),
         mfu=given.mfu,
     )
-    found = run(model, given.preset or given.config, question)
+    found = run(experiment.model, given.preset or given.config, question)
     print(json.dumps(found.values, indent=1) if given.json else found)
     if recipe is not None and not given.json:
         batch = f"{recipe.batch_tokens / 1e6:.3g} M tokens a batch"
@@ -107,19 +107,17 @@ def compare(args: Sequence[str]) -> int:
         raise OptionError(f"zoo compare needs two presets or config files before any option; {len(names)} are given")
     from zoo.describe import compare as run
 
-    found = run(*((name, _named(name)) for name in names))
+    found = run(*((name, _named(name).model) for name in names))
     print(json.dumps(found.to_json(), indent=1) if given.json else found)
     return 0
 
 
-def _named(name: str, is_preset: bool | None = None) -> ModelConfig:
-    """The model of a config file or preset; one of a file whose vocabulary is the tokenizer's has data.vocab_size."""
+def _named(name: str, is_preset: bool | None = None) -> Experiment:
+    """A config file's experiment, or one of a preset; a file that leaves the vocabulary open gets data.vocab_size."""
     if is_preset is None:
         is_preset = not (name.endswith(".py") or pathlib.Path(name).is_file())
     if is_preset:
-        from zoo.models.presets import preset
-
-        return preset(name)
-    experiment: Any = load_experiment(name)
+        return Experiment(name, model=preset(name))
+    experiment = load_experiment(name)
     vocab_size = experiment.model.vocab_size or experiment.data.vocab_size
-    return dataclasses.replace(experiment.model, vocab_size=vocab_size)
+    return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=vocab_size))

@@ -29,7 +29,9 @@ class Comparison(NamedTuple):
 
     def __str__(self) -> str:
         cells = [("", *self.names, "")]
-        cells += [(name, *map(str, pair), "") for name, pair in self.differences.items()]
+        # Of what only one of them has, a screen shows what is switched on.
+        shown = {name: pair for name, pair in self.differences.items() if pair[0] or pair[1]}
+        cells += [(name, *map(str, pair), "") for name, pair in shown.items()]
         if not self.differences:
             cells.append(("no field differs", "", "", ""))
         cells.append(("", "", "", ""))

@@ -15,12 +15,14 @@ import jax.numpy as jnp
 from jax.interpreters import partial_eval
 from jaxtyping import Array
 
-from zoo.config import ModelConfig, SparseConfig
+from zoo.config import ModelConfig, SoftConfig, SparseConfig
+from zoo.describe.parameters import Parameters, blocks_of, mean_span
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.kernels.masks import Causal, Mask
 from zoo.layers.ffn import ffn
 from zoo.layers.logical import is_spec
+from zoo.layers.moe.soft import segment_slots
 from zoo.models.decoder import build
 
 # Functions named so count as their share of the operations in them.
@@ -36,6 +38,41 @@ def forward_flops(config: ModelConfig, length: int) -> float:
     # Without what only the routing statistics need.
     needed, _ = partial_eval.dce_jaxpr(program.jaxpr, [True])
     return float(_count(needed)) / length
+
+
+def decoding_flops(config: ModelConfig, forward: float, length: int) -> float:
+    """Operations of the last token of a sequence, from those of its tokens on average: it sees all before it."""
+    late = sum(
+        4 * b.n_heads * b.head_dim * (min(length, b.window or length) - mean_span(length, b.window))
+        for b in blocks_of(config)
+    )
+    return forward + late
+
+
+def merging_flops(config: ModelConfig, length: int) -> float:
+    """Operations per token of merging the experts of soft mixtures: 2 E n D F for each of a sequence's segments."""
+    merged = [b for b in blocks_of(config) if isinstance(b.moe, SoftConfig)]
+    matrices = 3 if config.glu else 2
+    return (
+        sum(2 * b.moe.n_experts * matrices * b.d_model * b.moe.d_ff * segment_slots(b.moe, length) for b in merged)
+        / length
+    )
+
+
+def recomputed_flops(config: ModelConfig, parts: dict[str, Parameters], forward: float, length: int) -> float:
+    """Operations per token that `config.remat` repeats in the backward pass, at most.
+
+    "full" repeats every block; "dots" the experts of sparse mixtures, whose loops it does not see into;
+    "dots_no_batch" the products of attention too, and the merged experts of soft mixtures.
+    """
+    sparse, soft = isinstance(config.moe, SparseConfig), isinstance(config.moe, SoftConfig)
+    experts = 2.0 * parts["experts"].products if sparse or soft else 0.0
+    if config.remat == "full":
+        return forward - 2 * config.d_model * config.padded_vocab_size
+    if config.remat == "dots":
+        return experts if sparse else 0.0
+    spans = (4 * b.n_heads * b.head_dim * mean_span(length, b.window) for b in blocks_of(config))
+    return experts + sum(spans) if config.remat == "dots_no_batch" else 0.0
 
 
 def live_share(mask: Mask, queries: int, keys: int) -> Fraction:

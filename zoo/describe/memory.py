@@ -4,11 +4,15 @@ from typing import NamedTuple
 
 import numpy as np
 
-from zoo.config import BlockConfig, DenseConfig, ModelConfig, SparseConfig
+from zoo.config import BlockConfig, DenseConfig, ModelConfig, Remat, SoftConfig, SparseConfig
+from zoo.describe.parameters import Parameters, blocks_of
+from zoo.layers.moe.soft import segment_slots
 from zoo.objectives import CHUNK_SIZE
 
-# Bytes per parameter of the optimizers' moments, which are float32; Adafactor's factored ones are next to nothing.
-MOMENTS = {"adamw": 8, "muon": 4, "lion": 4, "adafactor": 0}
+# Bytes per parameter of the optimizers' moments, which are float32: two of Adam, one of Lion. Adafactor's are a number
+# for each row and column of a matrix, next to nothing. Muon has one of each matrix, and Adam's two of all else.
+MOMENTS = {"adamw": 8, "muon": 8, "lion": 4, "adafactor": 0}
+MUON_SAVES = 4
 
 
 class TrainingState(NamedTuple):
@@ -28,51 +32,74 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def training_state(n_parameters: int, config: ModelConfig, optimizer: str, zero: int, n_devices: int) -> TrainingState:
+def training_state(count: Parameters, config: ModelConfig, optimizer: str, zero: int, n_devices: int) -> TrainingState:
     """What each of `n_devices` holds under ZeRO 0 (nothing is split) to 3 (arXiv 1910.02054, section 5).
 
-    Weights are in param_dtype, gradients and moments in float32; of Muon's, the matrices' one moment.
+    Weights are in param_dtype, gradients and moments in float32.
     """
-    parts = itemsize(config.param_dtype), 4, MOMENTS[optimizer]
+    moments = MOMENTS[optimizer] * count.total - (MUON_SAVES * count.matrices if optimizer == "muon" else 0)
+    parts = count.total * itemsize(config.param_dtype), count.total * 4, moments
     split = (zero >= 3, zero >= 2, zero >= 1)
-    return TrainingState(*(n_parameters * size / (n_devices if s else 1) for size, s in zip(parts, split, strict=True)))
+    return TrainingState(*(size / (n_devices if s else 1) for size, s in zip(parts, split, strict=True)))
 
 
 def kv_bytes_per_token(config: ModelConfig) -> int:
     """Keys and values of one token in all layers, in the compute dtype: 2 K h bytes L."""
-    blocks = [block for stage in config.expand() for block in stage.blocks * stage.repeat]
-    return sum(2 * b.n_kv_heads * b.head_dim for b in blocks) * itemsize(config.compute_dtype)
+    return sum(2 * b.n_kv_heads * b.head_dim for b in blocks_of(config)) * itemsize(config.compute_dtype)
 
 
 def kv_bytes_per_sequence(config: ModelConfig, length: int) -> int:
     """Keys and values of a sequence of `length` tokens; a window keeps no more than it is wide."""
-    blocks = [block for stage in config.expand() for block in stage.blocks * stage.repeat]
-    slots = sum(2 * b.n_kv_heads * b.head_dim * min(length, b.window or length) for b in blocks)
+    slots = sum(2 * b.n_kv_heads * b.head_dim * min(length, b.window or length) for b in blocks_of(config))
     return slots * itemsize(config.compute_dtype)
 
 
+# What the backward pass keeps of a token: c bytes of the compute dtype for each number that a product or a norm reads,
+# and the float32 weights of attention, which the present kernel keeps. A token has m rows of F hidden units and, in a
+# sparse mixture, as many copies; an FFN has n matrices.
+ACTIVATIONS = {
+    "none": "L (c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H T)",
+    "full": "L c D + one block's c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H T",
+    "dots": "L (c (3 D + 2 H h + 2 K h + (n - 1) m F) + 4 H T) + one block's",
+    "dots_no_batch": "L c (3 D + H h + 2 K h + (n - 1) m F) + one block's",
+}
+
+
 def activation_bytes_per_token(config: ModelConfig, length: int) -> float:
-    """What the backward pass keeps of a token, of `length` in its sequence; an estimate.
+    """What the backward pass keeps of a token, of `length` in its sequence; an estimate, by `ACTIVATIONS`.
 
-    Per block the inputs of its products and norms, in the compute dtype, and the float32 weights of every head's
-    attention, which the present attention keeps. With remat="full", the block's input, and one block's activations.
+    With remat, what its policy keeps of every block and all of the one that is computed again.
     """
-    size = itemsize(config.compute_dtype)
-    blocks = [block for stage in config.expand() for block in stage.blocks * stage.repeat]
-    each = [_block_numbers(block) * size + 4 * block.n_heads * length for block in blocks]
+    blocks = blocks_of(config)
+    whole = [_kept(block, "none", length) for block in blocks]
     if config.remat == "none":
-        return float(sum(each))
-    return float(len(blocks) * config.d_model * size + max(each))
+        return float(sum(whole))
+    return float(sum(_kept(block, config.remat, length) for block in blocks) + max(whole))
 
 
-def _block_numbers(block: BlockConfig) -> float:
-    attention = 4 * block.d_model + 2 * block.n_heads * block.head_dim + 2 * block.n_kv_heads * block.head_dim
-    matrices = 3 if block.glu else 2
+def _kept(block: BlockConfig, remat: Remat, length: int) -> float:
+    """Bytes that a block keeps of a token."""
+    size, heads = itemsize(block.compute_dtype), block.n_heads * block.head_dim
+    keys, scores = 2 * block.n_kv_heads * block.head_dim, 4 * block.n_heads * length
+    rows, width = _hidden(block)
+    matrices, merged = 3 if block.glu else 2, 0.0
+    if isinstance(block.moe, SoftConfig):
+        merged = size * matrices * block.d_model * width * segment_slots(block.moe, length) / length
+    if remat == "full":
+        return size * block.d_model
+    if remat == "none":
+        copies = rows * block.d_model if isinstance(block.moe, SparseConfig) else 0
+        return size * (4 * block.d_model + 2 * heads + keys + copies + matrices * rows * width) + scores + merged
+    products = 3 * block.d_model + heads + keys + (matrices - 1) * rows * width
+    return merged + (size * products if remat == "dots_no_batch" else size * (products + heads) + scores)
+
+
+def _hidden(block: BlockConfig) -> tuple[int, int]:
+    """How many hidden rows a token has in the feed-forward part, and their width."""
     if block.moe is None:
-        return attention + matrices * block.d_ff
+        return 1, block.d_ff
     experts = block.moe.n_experts if isinstance(block.moe, DenseConfig) else block.moe.k
-    rows = experts if isinstance(block.moe, SparseConfig) else 0  # a sparse mixture copies a token for each expert
-    return attention + rows * block.d_model + matrices * block.moe.d_ff * (experts + block.moe.n_shared_experts)
+    return experts + block.moe.n_shared_experts, block.moe.d_ff
 
 
 def logit_bytes(config: ModelConfig, tokens: int) -> tuple[int, int]:

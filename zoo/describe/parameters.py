@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from zoo.config import DenseConfig, Mixture, ModelConfig, SoftConfig
+from zoo.config import BlockConfig, DenseConfig, Mixture, ModelConfig, SoftConfig
 from zoo.layers.logical import ParamSpec, is_spec
 
 
@@ -17,23 +17,32 @@ class Parameters(NamedTuple):
         active: those that one token uses; of the experts, the share that `expert_share` gives.
         products: those of the active ones that one token is multiplied by: without norms and the look-up of
             the embedding, but with the head, also where it is the embedding table.
+        matrices: those of all that Muon updates.
     """
 
     total: int
     active: int
     products: int
+    matrices: int
+
+
+def blocks_of(config: ModelConfig) -> list[BlockConfig]:
+    """Every layer's block."""
+    return [block for stage in config.expand() for block in stage.blocks * stage.repeat]
 
 
 def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
     """Counts the parameters of a model from its abstract tree of ParamSpec."""
-    total = active = products = 0.0
+    total = matrices = 0
+    active = products = 0.0
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         size = math.prod(spec.shape)
         used = size * (expert_share(config.moe) if _of_experts(spec) else 1)
         is_head = spec.role == "head" or (config.tie_embeddings and spec.role == "embedding" and "vocab" in spec.axes)
         multiplied = spec.role in ("matrix", "router") or is_head
         total, active, products = total + size, active + used, products + used * multiplied
-    return Parameters(round(total), round(active), round(products))
+        matrices += size * (spec.role == "matrix")
+    return Parameters(total, round(active), round(products), matrices)
 
 
 def expert_share(mixture: Mixture | None) -> float:
@@ -59,7 +68,11 @@ PARTS = {
     "token embedding": ("embedding/table",),
     "position table": ("embedding/positions",),
     "norms": ("_norm/", "/norm/"),
-    "attention": ("/attention/",),
+    "attention queries": ("/attention/w_q", "/attention/b_q"),
+    "attention keys": ("/attention/w_k", "/attention/b_k"),
+    "attention values": ("/attention/w_v", "/attention/b_v"),
+    "attention output": ("/attention/w_o", "/attention/b_o"),
+    "attention sinks": ("/attention/sinks",),
     "router": ("/router/", "/router_bias", "shared/gate"),
     "shared experts": ("/shared/",),
     "experts": ("/moe/",),
@@ -85,12 +98,11 @@ def flops_per_token(config: ModelConfig, specs: Any, length: int) -> float:
     token sees: 2 for the scores and 2 for their use, three times over for forward and backward. A causal token
     sees (T + 1) / 2 positions on average, fewer in a window. What remat computes again does not count.
     """
-    blocks = [block for stage in config.expand() for block in stage.blocks * stage.repeat]
-    attention = sum(12 * b.n_heads * b.head_dim * _mean_span(length, b.window) for b in blocks)
+    attention = sum(12 * b.n_heads * b.head_dim * mean_span(length, b.window) for b in blocks_of(config))
     return 6 * count_parameters(config, specs).products + attention
 
 
-def _mean_span(length: int, window: int | None) -> float:
-    """Mean of min(t + 1, window) over t < length."""
+def mean_span(length: int, window: int | None) -> float:
+    """Positions that a token of a sequence sees on average: the mean of min(t + 1, window) over t < length."""
     w = min(window or length, length)
     return (w * (w + 1) / 2 + (length - w) * w) / length

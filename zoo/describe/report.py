@@ -3,10 +3,13 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from zoo.config import ConfigError, ModelConfig
+from zoo.config import ConfigError, ModelConfig, SoftConfig
 from zoo.describe.devices import Device
-from zoo.describe.flops import forward_flops
+from zoo.describe.flops import decoding_flops, forward_flops, merging_flops, recomputed_flops
 from zoo.describe.memory import (
+    ACTIVATIONS,
+    MOMENTS,
+    MUON_SAVES,
     activation_bytes_per_token,
     itemsize,
     kv_bytes_per_sequence,
@@ -86,7 +89,7 @@ def describe(config: ModelConfig, name: str, question: Question) -> Description:
     forward = forward_flops(config, question.length)
     sections = (
         _parameters(count, parts),
-        _flops(config, count, forward, question),
+        _flops(config, Counts(count, parts), forward, question),
         _memory(config, count, question),
         _cache(config, count, forward, question),
         _training(count, forward, question),
@@ -100,15 +103,46 @@ def describe(config: ModelConfig, name: str, question: Question) -> Description:
     return Description(name, values, tables)
 
 
+class Counts(NamedTuple):
+    """The parameters of the whole model and of its parts."""
+
+    whole: Parameters
+    parts: dict[str, Parameters]
+
+
 Section = tuple[str, list[Row], dict[str, Any]]
+
+
+# How a part's parameters come about, without its biases; n is 3 for a GLU and 2 otherwise.
+FORMULAS = {
+    "token embedding": "V D",
+    "position table": "rows D",
+    "norms": "D or h each",
+    "attention queries": "L D H h",
+    "attention keys": "L D K h",
+    "attention values": "L D K h",
+    "attention output": "L H h D",
+    "attention sinks": "L H",
+    "router": "D E a mixture",
+    "shared experts": "n D F a mixture, F of all together",
+    "experts": "E n D F a mixture",
+    "feed-forward": "n D F a layer",
+    "head": "D V",
+}
 
 
 def _parameters(count: Parameters, parts: dict[str, Parameters]) -> Section:
     outside = count.active - parts["token embedding"].total
-    rows = [Row(part, f"{p.total:,}", f"{p.active:,} active" * (p.active != p.total)) for part, p in parts.items()]
+    rows = [
+        Row(part, f"{p.total:,}", FORMULAS[part] + f"; {p.active:,} active" * (p.active != p.total))
+        for part, p in parts.items()
+    ]
+    sparse = count.active != count.total
     rows += [
-        Row("total", f"{count.total:,}", ""),
-        Row("active", f"{count.active:,}", "of the experts, those that a token is sent to"),
+        Row("total", f"{count.total:,}", "N, the sum"),
+        Row(
+            "active", f"{count.active:,}", "N, with the share of the experts that a token uses" if sparse else "= total"
+        ),
         Row("active without embedding", f"{outside:,}", "active - V D, the table of the input"),
     ]
     each = {part: {"total": p.total, "active": p.active} for part, p in parts.items()}
@@ -116,52 +150,67 @@ def _parameters(count: Parameters, parts: dict[str, Parameters]) -> Section:
     return "Parameters", rows, {"parameters": numbers}
 
 
-def _flops(config: ModelConfig, count: Parameters, forward: float, question: Question) -> Section:
-    again = 0.0 if config.remat == "none" else forward
-    rows = [
-        Row(
-            "forward",
-            _si(forward),
-            f"every product, traced, at {question.length:,} tokens a sequence; masks by their live share",
-        ),
+def _flops(config: ModelConfig, counts: Counts, forward: float, question: Question) -> Section:
+    whole, parts = counts
+    length = question.length
+    merging, again = merging_flops(config, length), recomputed_flops(config, parts, forward, length)
+    seen = f"every product, traced, at {length:,} tokens a sequence; masks by their live share"
+    rows = [Row("forward", _si(forward), seen)]
+    if merging:
+        rows.append(Row("of it, merging", _si(merging), "2 E n D F for each segment of a sequence"))
+    rows += [
         Row("training", _si(3 * forward), "3 forward: each product has two more in its gradient"),
-        Row("6 N", _si(6 * count.products), "6 parameters in products, without attention's scores"),
+        Row("6 N", _si(6 * whole.products), "6 x active parameters in products; without attention's scores"),
     ]
     if again:
-        rows.append(Row("computed again", _si(again), f"by remat={config.remat!r}, at most a forward pass"))
-    values = {"forward": forward, "training": 3 * forward, "six_n": 6.0 * count.products, "remat": again}
-    return "FLOPs per token", rows, {"flops_per_token": values | {"length": question.length}}
+        rows.append(Row("computed again", _si(again), f"on top, at most, by remat={config.remat!r}"))
+    values = {"forward": forward, "training": 3 * forward, "six_n": 6.0 * whole.products}
+    values |= {"merging": merging, "recomputed": again, "length": length}
+    return "FLOPs per token", rows, {"flops_per_token": values}
 
 
 def _memory(config: ModelConfig, count: Parameters, question: Question) -> Section:
     n, tokens = question.n_devices, question.length * question.batch_size
     rows, values = [], {}
     for zero in range(4):
-        state = training_state(count.total, config, question.optimizer, zero, n)
+        state = training_state(count, config, question.optimizer, zero, n)
         parts = ", ".join(f"{part} {_bytes(size)}" for part, size in state._asdict().items())
-        rows.append(Row(f"ZeRO {zero}, state of 1 of {n}", _bytes(state.total), parts))
+        formula = f"{_state_formula(config, question, zero)}: {parts}"
+        rows.append(Row(f"ZeRO {zero}, state of 1 of {n}", _bytes(state.total), formula))
         values[f"zero_{zero}"] = state._asdict() | {"total": state.total}
     activations = activation_bytes_per_token(config, question.length) * tokens
     whole, chunk = logit_bytes(config, tokens)
-    kept = f"{question.batch_size} x {question.length:,} tokens, inputs of products and attention's weights"
+    kept = ACTIVATIONS[config.remat] + " + merged experts" * isinstance(config.moe, SoftConfig)
     rows += [
-        Row("activations", _bytes(activations), f"estimate: {kept}, remat={config.remat!r}"),
+        Row("activations", _bytes(activations), f"estimate: {tokens:,} tokens x ({kept})"),
         Row("logits", _bytes(chunk), f"in chunks; whole they were {_bytes(whole)} = 4 tokens V"),
     ]
     values |= {"activations": activations, "logits": chunk, "logits_whole": whole}
     return f"Memory for training, {question.optimizer}", rows, {"memory_bytes": values}
 
 
+def _state_formula(config: ModelConfig, question: Question, zero: int) -> str:
+    """Bytes of weights, gradients and moments; what ZeRO splits is divided by the devices."""
+    moments = f"{MOMENTS[question.optimizer]} N"
+    if question.optimizer == "muon":
+        moments = f"({moments} - {MUON_SAVES} N of matrices)"
+    terms = f"{itemsize(config.param_dtype)} N", "4 N", moments
+    split = (zero >= 3, zero >= 2, zero >= 1)
+    return " + ".join(term + f" / {question.n_devices}" * s for term, s in zip(terms, split, strict=True))
+
+
 def _cache(config: ModelConfig, count: Parameters, forward: float, question: Question) -> Section:
-    per_token = kv_bytes_per_token(config)
-    sequence = kv_bytes_per_sequence(config, question.length)
-    weights = count.active * itemsize(config.compute_dtype)
-    decode = forward / (weights + sequence)
-    prefill = forward * question.length / (count.total * itemsize(config.compute_dtype) + sequence)
+    size, length = itemsize(config.compute_dtype), question.length
+    per_token, sequence = kv_bytes_per_token(config), kv_bytes_per_sequence(config, length)
+    read = count.products * size + sequence
+    decode = decoding_flops(config, forward, length) / read
+    prefill = forward * length / (count.total * size + sequence)
     rows = [
-        Row("KV cache per token", _bytes(per_token), f"2 K h L x {itemsize(config.compute_dtype)} bytes"),
-        Row("KV cache per sequence", _bytes(sequence), f"{question.length:,} tokens, a window no more than its width"),
-        Row("intensity of decoding", f"{decode:.2f} FLOP/B", "FLOPs of a token / bytes of active weights and cache"),
+        Row("KV cache per token", _bytes(per_token), f"2 K h L x {size} bytes"),
+        Row("KV cache per sequence", _bytes(sequence), f"{length:,} tokens, a window no more than its width"),
+        Row(
+            "intensity of decoding", f"{decode:.2f} FLOP/B", "FLOPs of the last token / bytes of active matrices, cache"
+        ),
         Row("intensity of a prompt", f"{prefill:,.0f} FLOP/B", "FLOPs of a sequence / bytes of all weights and cache"),
     ]
     values: dict[str, Any] = {
@@ -170,7 +219,7 @@ def _cache(config: ModelConfig, count: Parameters, forward: float, question: Que
         "arithmetic_intensity": {"decode": decode, "prefill": prefill},
     }
     if question.device is not None:
-        rate = question.device.bandwidth / (weights + sequence)
+        rate = question.device.bandwidth / read
         balance = question.device.flops / question.device.bandwidth
         rows += [
             Row("decoding at best", f"{rate:,.0f} tokens/s", "memory bandwidth / bytes read, one sequence"),

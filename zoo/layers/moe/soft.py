@@ -96,6 +96,11 @@ def summarize(total: Float[Array, "*N D"], tokens: Float[Array, "*N"], eps: floa
     return nn.standardize(mean, axis=-1, epsilon=eps)
 
 
+def segment_slots(config: SoftConfig, length: int) -> int:
+    """Segments that a row of `length` tokens has at most, so how often it merges: ceil(T / L) + max_documents - 1."""
+    return min(length, -(-length // config.segment_length) + config.max_documents - 1)
+
+
 class Slots(NamedTuple):
     """Where tokens go: S slots of W places, each slot one segment of one document.
 
@@ -245,8 +250,8 @@ class SoftMoE(nn.Module):
     ) -> tuple[Array, RoutingStats, SoftState | None]:
         """Any number of tokens; with a state, slot 0 continues its open segment."""
         config, length = self.config, x.shape[1]
-        n_slots = -(-length // config.segment_length) + config.max_documents - 1
-        n_slots, width = min(n_slots, length) + (state is not None), min(config.segment_length, length)
+        n_slots = segment_slots(config, length) + (state is not None)
+        width = min(config.segment_length, length)
         opened = None if state is None else (state.document, state.segment)
         slots = assign_slots(document, segment, token_mask, opened, n_slots, width)
         source = slots.source.reshape(x.shape[0], -1)
