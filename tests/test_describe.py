@@ -271,6 +271,11 @@ def test_json(capsys):
     assert found["parameters"]["active_without_embedding"] == 12_879_925_248 - 32_000 * 4096
     assert found["flops_per_token"]["training"] == 3 * found["flops_per_token"]["forward"]
     assert found["kv_cache_bytes_per_token"] == 131_072 and found["training"]["days"] > 0
+    assert found["published"]["recipe"] is None
+    assert main(["describe", "--preset", "llama-65b", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["published"]["recipe"] == {"learning_rate": 1.5e-4, "batch_tokens": 4e6, "tokens": 1.4e12}
+    assert found["training"]["tokens"] == 1.4e12 and "days" not in found["training"]
     assert main(["compare", "llama2-7b", "mistral-7b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["differences"]["d_ff"] == [11008, 14336]
 
@@ -279,6 +284,8 @@ def test_screen(capsys):
     assert main(["describe", "--preset", "llama-7b"]) == 0
     shown = capsys.readouterr().out
     assert "6,738,415,616" in shown and "learning rate 0.0003, 4 M tokens a batch, 1 T tokens" in shown
+    assert main(["describe", "--preset", "palm-540b"]) == 0
+    assert "Note: The exact count" in capsys.readouterr().out
     assert main(["describe", "--config", str(Path(__file__).parents[1] / "configs/quickstart.py")]) == 0
     assert "2 K h L x 4 bytes" in capsys.readouterr().out
 

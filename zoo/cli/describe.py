@@ -3,14 +3,14 @@
 import dataclasses
 import json
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
 from zoo.config import Experiment
-from zoo.models.presets import find_preset, preset
+from zoo.models.presets import Preset, find_preset, preset
 
 
 @dataclass(frozen=True)
@@ -68,22 +68,39 @@ def describe(args: Sequence[str]) -> int:
         print(preset_table(), end="")
         return 0
     experiment = _named(given.preset or given.config, is_preset=given.preset is not None)
-    recipe = None if given.preset is None else find_preset(given.preset).recipe
+    published = None if given.preset is None else find_preset(given.preset)
+    known = published and published.recipe and published.recipe.tokens
     question = Question(
         length=given.length or experiment.model.context_length,
         batch_size=given.batch_size,
         n_devices=given.devices,
         optimizer=given.optimizer or experiment.optimizer.name,
-        tokens=given.tokens or (recipe and recipe.tokens),
+        tokens=given.tokens or known,
         device=None if given.device is None else find_device(given.device),
         mfu=given.mfu,
     )
     found = run(experiment.model, given.preset or given.config, question)
-    print(json.dumps(found.values, indent=1) if given.json else found)
-    if recipe is not None and not given.json:
-        batch = f"{recipe.batch_tokens / 1e6:.3g} M tokens a batch"
-        print(f"\nAs published: learning rate {recipe.learning_rate:g}, {batch}, {recipe.tokens / 1e12:g} T tokens.")
+    if given.json:
+        print(json.dumps(found.values | ({} if published is None else {"published": _record(published)}), indent=1))
+    else:
+        print(found, *([] if published is None else _words(published)), sep="\n")
     return 0
+
+
+def _record(published: Preset) -> dict[str, Any]:
+    """All of a preset but the model."""
+    recipe = published.recipe and dataclasses.asdict(published.recipe)
+    return {"source": published.source, "recipe": recipe, "note": published.note}
+
+
+def _words(published: Preset) -> Iterator[str]:
+    """The same, for a screen."""
+    yield f"\nSource: {published.source}"
+    if published.recipe is not None:
+        rate, batch, tokens = dataclasses.astuple(published.recipe)
+        yield f"Trained: learning rate {rate:g}, {batch / 1e6:.3g} M tokens a batch, {tokens / 1e12:g} T tokens"
+    if published.note:
+        yield f"Note: {published.note}"
 
 
 def _check(given: Describe) -> None:
