@@ -181,6 +181,21 @@ def test_bfloat16_sums_weight_gradients_in_float32():
     assert dw.dtype == jnp.bfloat16 and dw[0, 0, 0] == n
 
 
+def test_bfloat16_sums_the_gradient_of_beta_in_float32():
+    """One number shared by all units: rounded between blocks, large sums that cancel would leave an error."""
+    n, hidden, one = 512, HiddenUnits("swish_learned"), jnp.ones((1, 1, 1), jnp.bfloat16)
+    assert block_rows(n, 1) < n // 2
+    g = jnp.where(jnp.arange(n) < n // 2, 1.0, -1.0).at[:3].set(2.0)[:, None]
+    args = (jnp.ones((n, 1), jnp.bfloat16), jnp.ones((n, 1)))
+
+    def loss(beta):
+        y = grouped_ffn(*args, FFNParams(one, one, one, beta=beta), jnp.array([n]), hidden)
+        return jnp.sum(y.astype(jnp.float32) * g)
+
+    s = 1 / (1 + np.exp(-1))
+    np.testing.assert_allclose(jax.grad(loss)(jnp.ones(1, jnp.bfloat16))[0], 3 * s * (1 - s), rtol=0.01)
+
+
 def test_block_rows_wastes_an_eighth_at_most_of_large_groups():
     assert block_rows(8192, 8) == 256
     assert block_rows(4096, 64) == 32

@@ -141,7 +141,9 @@ def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tu
 
     def block(params: FFNParams, rows: tuple) -> tuple[tuple, FFNParams]:
         x, scale, gate, up, g = rows
-        units, pull = jax.vjp(hidden, gate, up, params.beta)
+        # A beta for each unit, so that the gradient of the one they share is summed in float32.
+        beta = None if params.beta is None else jnp.broadcast_to(params.beta, up.shape)
+        units, pull = jax.vjp(hidden, gate, up, beta)
         d_scaled = g @ params.w_down.T
         d_scale = _row_dot(d_scaled, units, scale.dtype)
         if params.b_down is not None:
@@ -155,7 +157,7 @@ def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tu
             b_gate=None if params.b_gate is None else _total(d_gate),
             b_up=None if params.b_up is None else _total(d_up),
             b_down=None if params.b_down is None else _total(g * scale),
-            beta=None if params.beta is None else d_beta.astype(_wide(d_beta.dtype)),
+            beta=None if beta is None else jnp.sum(_total(d_beta)),
         )
         return (dx, d_scale), sums
 

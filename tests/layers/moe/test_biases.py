@@ -1,10 +1,11 @@
 """Mixtures whose experts have biases, a clamp and a learned Swish, against NumPy float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.layers.moe.mixtures import D, F, call, make, numpy_params, softmax, tokens
+from tests.layers.moe.mixtures import D, F, call, gradients, make, numpy_params, softmax, tokens
 from zoo.config import DenseConfig, SoftConfig, SparseConfig
 
 E = 3
@@ -41,6 +42,25 @@ def test_dense_and_sparse_with_all_experts():
     sparse, same = make(SparseConfig(n_experts=E, d_ff=F, top_k=E), **BLOCK)
     assert jax.tree.structure(same) == jax.tree.structure(params)
     assert_close(call(sparse, params, x)[0], expected)
+    jax.tree.map(assert_close, gradients(sparse, params, x), gradients(module, params, x))
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SparseConfig(n_experts=E, d_ff=F, top_k=2),
+        DenseConfig(n_experts=E, d_ff=F),
+        SoftConfig(n_experts=E, d_ff=F, segment_length=4),
+    ],
+    ids=lambda config: config.kind,
+)
+def test_identical_experts_are_one_ffn_and_padding_gets_none_of_its_biases(config):
+    module, params = make(config, **BLOCK)
+    params |= {name: jnp.broadcast_to(p[:1], p.shape) for name, p in experts_of(params).items()}
+    x, mask = tokens(1, 6), jnp.arange(6)[None] < 5
+    y = call(module, params, x, mask)[0]
+    expected = clamped(np.asarray(x, np.float64), of(numpy_params(params), 0))
+    assert_close(y, np.where(mask[..., None], expected, 0))
 
 
 def test_soft_merges_biases_and_beta_too():
