@@ -29,10 +29,15 @@ from zoo.models.decoder import build
 _SHARE = "counted_share"
 
 
-def forward_flops(config: ModelConfig, length: int) -> float:
-    """Operations of the products of one forward pass, per token of a sequence of `length` tokens."""
+def forward_flops(config: ModelConfig, length: int, specs: Any = None) -> float:
+    """Operations of the products of one forward pass, per token of a sequence of `length` tokens.
+
+    Args:
+        specs: the model's abstract parameters; None makes them, which takes as long as the rest.
+    """
     model = build(config).clone(attend=_attend, experts=_Experts(config.moe))
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), model.abstract_params(), is_leaf=is_spec)
+    specs = model.abstract_params() if specs is None else specs
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs, is_leaf=is_spec)
     tokens = jax.ShapeDtypeStruct((1, length), jnp.int32)
     program = jax.make_jaxpr(lambda params, tokens: model.apply({"params": params}, tokens).logits)(params, tokens)
     # Without what only the routing statistics need.

@@ -86,7 +86,7 @@ def describe(config: ModelConfig, name: str, question: Question) -> Description:
         raise ConfigError(f"length={question.length} is more than model.context_length={config.context_length}")
     specs = build(config).abstract_params()
     count, parts = count_parameters(config, specs), count_parts(config, specs)
-    forward = forward_flops(config, question.length)
+    forward = forward_flops(config, question.length, specs)
     sections = (
         _parameters(count, parts),
         _flops(config, Counts(count, parts), forward, question),

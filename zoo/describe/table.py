@@ -27,7 +27,7 @@ def _row(name: str) -> list[str]:
     config = find_preset(name).model
     specs = build(config).abstract_params()
     count, parts = count_parameters(config, specs), count_parts(config, specs)
-    forward = forward_flops(config, min(2048, config.context_length))
+    forward = forward_flops(config, min(2048, config.context_length), specs)
     return [
         name,
         str(config.n_layers),
