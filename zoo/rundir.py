@@ -8,6 +8,7 @@ events/         the same for TensorBoard
 samples/        text that the model wrote on the way
 loss.png, experts.png
 saved           there as soon as a checkpoint has been: without one, only a run that lacks it begins anew
+wandb_id, wandb/  of the run at Weights & Biases, where it has one, and what is kept of it here
 lock            held while a process trains here, and names it
 """
 
@@ -184,6 +185,7 @@ class RunDir:
     loss = property(lambda self: self.path / "loss.png")
     experts = property(lambda self: self.path / "experts.png")
     saved = property(lambda self: self.path / "saved")
+    wandb_id = property(lambda self: self.path / "wandb_id")
     lock = property(lambda self: self.path / "lock")
 
     def record(self) -> Record | None:
@@ -289,7 +291,7 @@ def _check_place(run: RunDir) -> None:
     for path in (run.tokenizer, run.checkpoints, run.events, run.samples):
         if os.path.lexists(path) and not path.is_dir():
             raise RunError(f"{path} is not the folder that a run keeps there; move it, or choose another --train.dir")
-    for path in (run.config, run.metrics, run.loss, run.experts, run.saved, run.lock):
+    for path in (run.config, run.metrics, run.loss, run.experts, run.saved, run.wandb_id, run.lock):
         if path.is_dir():
             raise RunError(f"{path} is a folder, not the file of a run; move it, or choose another --train.dir")
 

@@ -48,6 +48,16 @@ def damaged_zst(path):
     path.write_bytes(b"not zstandard")
 
 
+def half_a_zst(path):
+    whole = zstandard.compress(np.random.default_rng(0).bytes(9000).hex().encode())
+    path.write_bytes(whole[: len(whole) // 2])
+
+
+def no_text(path):
+    column = pyarrow.array([b"\xff"], pyarrow.binary()).view(pyarrow.string())
+    write_parquet(path, {"text": column})
+
+
 def no_column(path):
     write_parquet(path, {"n": [1], "body": ["x"]})
 
@@ -60,6 +70,8 @@ def numbers(path):
     ("name", "write", "message"),
     [
         ("a.txt.zst", damaged_zst, r"a\.txt\.zst is not a whole Zstandard file \(.+\); make or fetch it again"),
+        ("a.txt.zst", half_a_zst, r"is not a whole Zstandard file \(it ends in the middle\); make or fetch it again"),
+        ("a.parquet", no_text, "a.parquet is not a whole Parquet file .*utf-8"),
         ("a.parquet", lambda path: path.write_bytes(b"PAR1 no"), "a.parquet is not a whole Parquet file"),
         ("a.parquet", no_column, "has no column data.text_field='text'; its columns: 'n', 'body'"),
         ("a.parquet", numbers, "column data.text_field='text' holds int64, not texts; name another"),
@@ -122,6 +134,20 @@ def test_a_hugging_face_dataset(path, asked, monkeypatch):
         texts(path, text_field="body")
 
 
+def test_a_dataset_with_other_rows_is_another_source(tmp_path, monkeypatch):
+    """Its files have the same name and size in another folder."""
+    identities = []
+    for version in ("one", "two"):
+        (tmp_path / version).mkdir()
+        file = tmp_path / version / "train.arrow"
+        file.write_bytes(b"12345678")
+        dataset = FakeDataset([{"title": "a", "text": version}])
+        dataset.cache_files = [{"filename": str(file)}]
+        monkeypatch.setitem(sys.modules, "datasets", fake_datasets(lambda *a, dataset=dataset, **k: dataset))
+        identities.append(open_sources(DataConfig(path="hf://./corpus"))[0].identity)
+    assert identities[0] != identities[1]
+
+
 def test_a_dataset_that_cannot_be_loaded_is_named(monkeypatch):
     def load_dataset(*args, **kwargs):
         raise FileNotFoundError("no such dataset\nand much more")
@@ -161,11 +187,36 @@ def test_windows_come_in_proportion_to_the_weights_and_by_index(corpus):
     rows = [row for step in range(25) for row in loader.batch(step).tokens]
     letters = Counter("b" if ord("b") in row else "a" for row in rows)
     assert letters == {"a": 50, "b": 150}
+    assert all(Counter("b" if ord("b") in row else "a" for row in loader.batch(s).tokens)["b"] == 6 for s in range(9))
     again, halves = make(), [make(rows=part) for part in (slice(0, 4), slice(4, 8))]
     np.testing.assert_array_equal(again.batch(17).tokens, loader.batch(17).tokens)
     np.testing.assert_array_equal(np.concatenate([h.batch(17).tokens for h in halves]), loader.batch(17).tokens)
     other = Loader(found.train, 16, 8, 1, vocab_size=300, weights=weights)
     assert any(np.any(other.batch(step).tokens != loader.batch(step).tokens) for step in range(3))
+
+
+def test_shares_hold_at_every_moment_and_no_source_skips_a_window():
+    weights, documents = np.array([0.5, 0.3, 0.15, 0.05]), (5, 3, 4, 2)
+    offsets = 9 * np.arange(sum(documents) + 1)
+    tokens = np.arange(offsets[-1]).astype(np.uint16)
+    cache = TokenCache(tokens, offsets, 1, None, 200, 0, "all", "digest", documents, tuple("abcd"))
+    loader = Loader(cache, 4, 10, 0, vocab_size=200, weights=(10 * weights).tolist(), max_documents=1)
+    batches = [loader.batch(step) for step in range(60)]
+    assert max(batch.segment_ids.max() for batch in batches) == 1
+    firsts = np.concatenate([batch.tokens[:, 0] for batch in batches])
+    source = np.searchsorted(np.cumsum(documents) * 9, firsts, "right")
+    drawn = np.cumsum(source[:, None] == np.arange(4), axis=0)
+    assert np.abs(drawn - weights * np.arange(1, 601)[:, None]).max() < 1.5
+    for which, windows in enumerate(loader.windows):
+        own = firsts[source == which]
+        first_passes = own[: len(own) // len(windows) * len(windows)].reshape(-1, len(windows))
+        assert all(len(set(one)) == len(windows) for one in first_passes) and len(first_passes)
+
+
+def test_a_source_that_is_too_short_is_named(corpus):
+    found, _ = corpus
+    with pytest.raises(DataError, match=r"the training text of data.path='[^']*b.txt' has 272 tokens, fewer than the"):
+        Loader(found.train, 300, 8, 0, vocab_size=300, weights=[1.0, 3.0])
 
 
 def test_evaluation_reads_every_source_once(corpus):

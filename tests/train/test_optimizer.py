@@ -22,6 +22,7 @@ SPECS = {
     "head": spec((6, 7), ("embed", "vocab"), "head", ("embed",), ("vocab",)),
     "scale": spec((2, 6), ("layers", "embed"), "scale"),
     "bias": spec((2, 6), ("layers", "embed"), "bias"),
+    "selection": spec((2, 3), ("layers", "expert"), "selection_bias"),
 }
 
 
@@ -115,6 +116,8 @@ def test_three_steps_equal_the_papers_algorithm(name):
     for leaf in SPECS:
         if name == "muon" and SPECS[leaf].role == "matrix":
             want = muon(config, 3, params[leaf], leaf)
+        elif leaf == "selection":
+            want = params[leaf]
         else:
             want = adamw(config, 3, params[leaf], leaf, 0.2 if decay_mask(SPECS)[leaf] else 0.0)
         np.testing.assert_allclose(got[leaf], want, atol=3e-6, err_msg=leaf)
@@ -143,39 +146,67 @@ def test_lion_takes_signs_of_the_interpolated_momentum():
     config = OptimizerConfig(name="lion", learning_rate=0.5, beta1=0.9, beta2=0.8, weight_decay=0.0)
     updates, _, _ = updates_of(config)
     for name, update in updates.items():
+        if name == "selection":
+            continue
         momentum = 0.2 * draw(0)[name]
         np.testing.assert_array_equal(update, 0.5 * np.sign(0.9 * momentum + np.float32(0.1) * draw(1)[name]))
 
 
 WIDE = {
     "query": spec((2, 160, 4, 40), ("layers", "embed", "heads", "mlp"), "matrix", ("embed",), ("heads", "mlp")),
+    "out": spec((1, 4, 33, 140), ("layers", "heads", "mlp", "embed"), "matrix", ("heads", "mlp"), ("embed",)),
     "up": spec((2, 3, 160, 130), ("layers", "expert", "embed", "mlp"), "matrix", ("embed",), ("mlp",)),
-    "scale": spec((2, 160), ("layers", "embed"), "scale"),
+    "table": spec((150, 160), ("vocab", "embed"), "embedding"),
+    "thin": spec((2, 200, 3), ("layers", "embed", "expert"), "router", ("embed",), ("expert",)),
+    "scale": spec((130, 160), ("layers", "embed"), "scale"),
 }
+MATRICES = {"query": (160, 160), "out": (132, 140), "up": (160, 130), "table": (150, 160)}  # that are factored
+
+
+def adafactor(gradients):
+    """The last direction for one matrix, by algorithms 4 and 6 of arXiv 1804.04235, float64."""
+    rows = columns = 0.0
+    for t, g in enumerate(np.float64(gradients), 1):
+        kept, square = 1 - t**-0.8, g**2 + 1e-30
+        rows = kept * rows + (1 - kept) * square.mean(1)
+        columns = kept * columns + (1 - kept) * square.mean(0)
+        u = g / np.sqrt(rows[:, None] * columns[None] / rows.mean())
+    return u / max(1, np.sqrt((u**2).mean()))
+
+
+def unfactored(gradients):
+    squares = 0.0
+    for t, g in enumerate(np.float64(gradients), 1):
+        squares = (1 - t**-0.8) * squares + t**-0.8 * (g**2 + 1e-30)
+        u = g / np.sqrt(squares)
+    return u / max(1, np.sqrt((u**2).mean()))
 
 
 def test_adafactor_factors_the_matrix_of_each_product_and_no_other_axes():
     """Layers and experts stay apart, heads and their widths are columns together; the update by the paper's formula."""
     optimizer = make_optimizer(OptimizerConfig(name="adafactor", learning_rate=1.0, weight_decay=0.0), WIDE)
     rng = np.random.default_rng(0)
-    grads = {name: jnp.asarray(rng.standard_normal(s.shape), jnp.float32) for name, s in WIDE.items()}
-    state = optimizer.init(grads)
-    shapes = {leaf.shape for leaf in jax.tree.leaves(state)}
-    assert {(2, 160), (2, 3, 160), (2, 3, 130)} <= shapes and not {(2, 160, 4, 40), (2, 3, 160, 130)} & shapes
-    updates, _ = optimizer.update(grads, state, grads)
+    grads = [{name: rng.standard_normal(s.shape).astype(np.float32) for name, s in WIDE.items()} for _ in range(2)]
+    grads[0]["thin"][:] *= 3  # so that its second direction is cut to a root mean square of less than 1
+    state = optimizer.init(jax.tree.map(jnp.asarray, grads[0]))
+    for g in grads:
+        updates, state = optimizer.update(jax.tree.map(jnp.asarray, g), state, g)
+    for name, update in updates.items():
+        of_each = MATRICES.get(name, WIDE[name].shape[1:])
+        given = np.stack([g[name] for g in grads]).reshape(2, -1, *of_each)
+        rule = adafactor if name in MATRICES else unfactored
+        want = np.stack([rule(given[:, n]) for n in range(given.shape[1])])
+        np.testing.assert_allclose(np.asarray(update).reshape(want.shape), want, rtol=2e-4, atol=1e-4, err_msg=name)
 
-    def first_update(g):
-        square = np.float64(g) ** 2 + 1e-30
-        rows, columns = square.mean(1), square.mean(0)
-        u = np.float64(g) / np.sqrt(rows[:, None] * columns[None] / rows.mean())
-        return u / max(1, np.sqrt((u**2).mean()))
 
-    for at in np.ndindex(2, 3):
-        np.testing.assert_allclose(updates["up"][at], first_update(grads["up"][at]), rtol=2e-4, atol=1e-4)
-    flat = np.asarray(grads["query"]).reshape(2, 160, 160)
-    found = np.asarray(updates["query"]).reshape(2, 160, 160)
-    for layer in range(2):
-        np.testing.assert_allclose(found[layer], first_update(flat[layer]), rtol=2e-4, atol=1e-4)
+def test_adafactor_keeps_rows_and_columns_in_the_dimensions_of_their_parameter():
+    optimizer = make_optimizer(OptimizerConfig(name="adafactor"), WIDE)
+    state = jax.eval_shape(optimizer.init, jax.tree.map(lambda s: s.value, WIDE, is_leaf=lambda s: hasattr(s, "axes")))
+    kept = {"query": {(2, 160), (2, 4, 40)}, "out": {(1, 4, 33), (1, 140)}, "up": {(2, 3, 160), (2, 3, 130)}}
+    kept |= {"table": {(150,), (160,)}, "thin": {(2, 200, 3)}, "scale": {(130, 160)}}
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        name = getattr(path[-1], "key", None)
+        assert name is None or leaf.shape in kept[name] or leaf.shape[-1] == 1, (name, leaf.shape)
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor"])
@@ -183,6 +214,7 @@ def test_decay_and_peak_are_those_of_every_rule(name):
     still = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.0)
     decayed = OptimizerConfig(name=name, learning_rate=0.5, weight_decay=0.1)
     (a, _, params), (b, _, _) = updates_of(still), updates_of(decayed)
+    assert not np.any(a["selection"]) and all(np.any(update) for key, update in a.items() if key != "selection")
     for key, s in SPECS.items():
         expected = 0.05 * params[key] if s.role in ("matrix", "router", "head") else np.zeros_like(params[key])
         np.testing.assert_allclose(b[key] - a[key], expected, atol=2e-6)

@@ -47,6 +47,7 @@ class TokenCache(NamedTuple):
         label: how messages name the part.
         digest: 16 hexadecimal digits that differ where tokens or offsets do.
         documents: how many documents each source has, which lie one source after another.
+        labels: how messages name the part of each source.
     """
 
     tokens: Integer[np.ndarray, "N"]
@@ -58,19 +59,21 @@ class TokenCache(NamedTuple):
     label: str
     digest: str
     documents: tuple[int, ...] = ()
+    labels: tuple[str, ...] = ()
 
     def by_source(self) -> list["TokenCache"]:
         """The part of each source, as a cache of its own on the same memory."""
         if len(self.documents) <= 1:
             return [self]
         ends = np.cumsum(self.documents)
-        bounds = [(int(end) - n, int(end)) for n, end in zip(self.documents, ends, strict=True)]
-        return [self._slice(first, last) for first, last in bounds]
+        parts = zip(ends.tolist(), self.documents, self.labels, strict=True)
+        return [self._slice(end - n, end, label) for end, n, label in parts]
 
-    def _slice(self, first: int, last: int) -> "TokenCache":
+    def _slice(self, first: int, last: int, label: str) -> "TokenCache":
         start, stop = int(self.offsets[first]), int(self.offsets[last])
         offsets = np.asarray(self.offsets[first : last + 1]) - start
-        return self._replace(tokens=self.tokens[start:stop], offsets=offsets, documents=(last - first,))
+        tokens, documents = self.tokens[start:stop], (last - first,)
+        return self._replace(tokens=tokens, offsets=offsets, label=label, documents=documents, labels=(label,))
 
 
 class Corpus(NamedTuple):
@@ -92,7 +95,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
         DataError: the text, the tokenizer or the cache folder cannot be used.
     """
     sources = open_sources(config)
-    label = ", ".join(source.label for source in sources)
+    labels = [source.label for source in sources]
     tokenizer = tokenizer or _tokenizer(config, sources)
     for add, token in (("add_bos", tokenizer.bos_id), ("add_eos", tokenizer.eos_id)):
         if getattr(config, add) and token < 0:
@@ -100,7 +103,7 @@ def prepare(config: DataConfig, tokenizer: Tokenizer | None = None) -> Corpus:
     key = _key(sources, config, ["add_bos", "add_eos"], tokenizer.fingerprint)
     parts = _kept(
         cache_root(config) / "tokens" / key,
-        lambda place: _load(place, label),
+        lambda place: _load(place, labels),
         lambda draft: _build(draft, sources, config, tokenizer),
     )
     return Corpus(*parts, tokenizer)
@@ -315,16 +318,16 @@ def _batches(parts: Iterable[tuple[str, Document]]) -> Iterator[list[tuple[str, 
         yield batch
 
 
-def _load(place: pathlib.Path, label: str) -> tuple[TokenCache, TokenCache] | None:
+def _load(place: pathlib.Path, labels: Sequence[str]) -> tuple[TokenCache, TokenCache] | None:
     """The two parts of a cache; None where it is missing or its files are not as long as they should be."""
     try:
         meta = json.loads((place / "meta.json").read_text(encoding="utf-8"))
-        return _map(place, "train", meta, label), _map(place, "validation", meta, label)
+        return _map(place, "train", meta, labels), _map(place, "validation", meta, labels)
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
-def _map(place: pathlib.Path, part: str, meta: dict[str, Any], label: str) -> TokenCache:
+def _map(place: pathlib.Path, part: str, meta: dict[str, Any], labels: Sequence[str]) -> TokenCache:
     counts = meta[part]
     tokens = np.memmap(place / f"{part}.tokens", _dtype(meta["vocab_size"]), "r")
     offsets = np.memmap(place / f"{part}.offsets", np.int64, "r")
@@ -333,5 +336,6 @@ def _map(place: pathlib.Path, part: str, meta: dict[str, Any], label: str) -> To
         raise ValueError(f"{place} is damaged")
     sizes = counts["text_bytes"], counts["gzip_bytes"]
     kind = meta["vocab_size"], meta["pad_id"]
-    what = f"the {PART_NAMES[part]} text of {label}"
-    return TokenCache(tokens, offsets, *sizes, *kind, what, counts["digest"], documents)
+    name = f"the {PART_NAMES[part]} text of"
+    label, each = f"{name} {', '.join(labels)}", tuple(f"{name} {label}" for label in labels)
+    return TokenCache(tokens, offsets, *sizes, *kind, label, counts["digest"], documents, each)

@@ -11,6 +11,7 @@ from zoo.data.errors import DataError
 
 COMPRESSED = (".gz", ".zst")
 HUB = "hf://"
+_ZST_BLOCK = 1024  # bytes that are decompressed together: of the most repetitive text, 12 MB
 
 
 class Damaged(Exception):
@@ -29,23 +30,38 @@ def _package(name: str, what: str) -> ModuleType:
 
 
 class _Zst(io.RawIOBase):
-    """A Zstandard stream that tells its damage apart from other errors."""
+    """A Zstandard stream, of one frame or more, that tells its damage apart from other errors."""
 
     def __init__(self, path: str):
-        self._zstandard = _package("zstandard", path)
+        zstandard = _package("zstandard", path)
+        self._new = lambda: zstandard.ZstdDecompressor().decompressobj()
+        self._error = zstandard.ZstdError
         self._file = open(path, "rb")  # noqa: SIM115  closed with this stream
-        self._reader = self._zstandard.ZstdDecompressor().stream_reader(self._file, read_across_frames=True)
+        self._frame, self._rest, self._text = None, b"", io.BytesIO()
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
+        while not (count := self._text.readinto(buffer)) and self._more():
+            pass
+        return count
+
+    def _more(self) -> bool:
+        """Whether there was another block to decompress; a frame may end in it."""
+        block = self._rest or self._file.read(_ZST_BLOCK)
+        if not block:
+            if self._frame is not None:
+                raise Damaged("Zstandard", "it ends in the middle")
+            return False
+        self._frame = self._frame or self._new()
         try:
-            data = self._reader.read(len(buffer))
-        except self._zstandard.ZstdError as error:
+            self._text = io.BytesIO(self._frame.decompress(block))
+        except self._error as error:
             raise Damaged("Zstandard", error) from None
-        buffer[: len(data)] = data
-        return len(data)
+        self._rest = self._frame.unused_data if self._frame.eof else b""
+        self._frame = None if self._frame.eof else self._frame
+        return True
 
     def close(self) -> None:
         self._file.close()
@@ -80,7 +96,7 @@ def parquet_rows(path: str, text_field: str) -> Iterator[str]:
                 raise DataError(f"{path}: column data.text_field={text_field!r} holds {kind}, not texts; name another")
             for batch in file.iter_batches(columns=[text_field]):
                 yield from (text or "" for text in batch.column(0).to_pylist())
-    except arrow.ArrowException as error:
+    except (arrow.ArrowException, UnicodeDecodeError) as error:
         raise Damaged("Parquet", error) from None
 
 
@@ -107,8 +123,9 @@ def open_hub(path: str, label: str) -> tuple[Any, str]:
         dataset = datasets.load_dataset(name, config, split=split or "train")
     except Exception as error:  # of the network, the hub, the reader: there are many
         raise DataError(f"{label} cannot be loaded ({str(error).splitlines()[0]}); check its name and split") from None
+    # Their folders are named by what the dataset was made from.
     files = [pathlib.Path(file["filename"]) for file in dataset.cache_files]
-    return dataset, repr((len(dataset), [(file.name, file.stat().st_size) for file in files]))
+    return dataset, repr((len(dataset), [(str(file), file.stat().st_size) for file in files]))
 
 
 def hub_rows(dataset: Any, text_field: str, path: str) -> Iterator[str]:

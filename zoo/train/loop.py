@@ -68,7 +68,7 @@ def train(experiment: Experiment) -> Result:
         state, step = restore(parts, checkpoints, screen)
         if step >= settings.steps:
             return finished(parts, step, screen)
-        with closing(open_recorder(parts, step)) as recorder, _signals() as caught:
+        with closing(open_recorder(parts, step, screen)) as recorder, _signals() as caught:
             return Loop(parts, screen, recorder, checkpoints, caught).run(state, step)
 
 
@@ -115,7 +115,7 @@ def _newest_validation(directory: RunDir) -> Row:
     return {name: value for name, value in rows[-1].items() if name.startswith("val/")} if rows else {}
 
 
-def open_recorder(parts: Parts, step: int) -> Recorder:
+def open_recorder(parts: Parts, step: int, screen: Screen) -> Recorder:
     """Where rows go; what an earlier start wrote of later steps is cut off. Only process 0 writes."""
     if jax.process_index() != 0:
         return Recorder()
@@ -125,7 +125,7 @@ def open_recorder(parts: Parts, step: int) -> Recorder:
         if settings.tensorboard:
             places.append(opened.enter_context(closing(Events(parts.directory.events, step))))
         if settings.wandb is not None:
-            places.append(WandbRun(parts.experiment, parts.directory.path))
+            places.append(WandbRun(parts.experiment, parts.directory, screen.say))
         opened.pop_all()
     return Recorder(*places)
 

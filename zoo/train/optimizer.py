@@ -1,5 +1,6 @@
 """The update rules: AdamW, Lion, Adafactor, Muon. Roles of the abstract tree decide, never names or ranks."""
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,8 @@ DECAYED = frozenset({"matrix", "router", "head"})
 # steep at 0 rather than convergent, so five iterations leave them within about 0.7 to 1.2.
 QUINTIC = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5
+
+_FACTORED, _CLIP = optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
 
 
 def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.GradientTransformation:
@@ -56,14 +59,19 @@ def orthogonalize(gradient: Float[Array, "..."], spec: ParamSpec) -> Float[Array
     axes (layers, expert) is a matrix of its own. These stay separate axes, so a mesh that splits experts
     splits this work too. The result is scaled by sqrt(max(1, fan_out / fan_in)), as in Keller Jordan's code.
     """
-    matrices, back = _matrices(gradient, spec)
+    matrices, back = _matrices(gradient, *_places(spec))
     fan_in, fan_out = matrices.shape[-2:]
     return back(newton_schulz(matrices) * math.sqrt(max(1, fan_out / fan_in)))
 
 
-def _matrices(x: Array, spec: ParamSpec) -> tuple[Array, Callable[[Array], Array]]:
-    """x as matrices [*batch, inputs, outputs] of its products, and the way back."""
+def _places(spec: ParamSpec) -> tuple[list[int], list[int]]:
+    """The dimensions of a product's inputs and of its outputs."""
     inputs, outputs = ([spec.axes.index(name) for name in names] for names in (spec.inputs, spec.outputs))
+    return inputs, outputs
+
+
+def _matrices(x: Array, inputs: list[int], outputs: list[int]) -> tuple[Array, Callable[[Array], Array]]:
+    """x as matrices [*batch, inputs, outputs], from the dimensions that make rows and columns, and the way back."""
     batch = [axis for axis in range(x.ndim) if axis not in inputs + outputs]
     order = batch + inputs + outputs
     moved = x.transpose(order)
@@ -101,35 +109,81 @@ def _adafactor(specs: PyTree[Any]) -> optax.GradientTransformation:
     """Updates divided by the root of a factored mean square, and scaled down to a root mean square of 1 at most.
 
     Every product's matrix is factored into rows and columns (from 128 of each on) and scaled on its own; without
-    relative step sizes and momentum, so that peak and schedule mean what they do for the other rules.
+    relative step sizes and momentum, so that peak and schedule mean what they do for the other rules. The state has
+    the dimensions of its parameters, so that it lies on a mesh as they do.
 
     Source: Adafactor, arXiv 1804.04235, algorithms 4 and 6, as optax has it.
     """
-    rule = optax.chain(optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0))
+    leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
 
-    def each(f: Callable[..., Any], x: Any, spec: ParamSpec, *state: Any) -> Any:
-        """f on every matrix of a leaf; on the whole leaf where it is no product's."""
-        if not spec.inputs:
-            return f(x, *state)
-        matrices, back = _matrices(x, spec)
-        for _ in matrices.shape[:-2]:
-            f = jax.vmap(f)
-        out = f(matrices, *state)
-        return (back(out[0]), out[1]) if state else out
+    def over(f: Callable[..., tuple[Any, ...]], *trees: PyTree[Any]) -> list[PyTree[Any]]:
+        """f(spec, leaf of each tree) -> a tuple, as a tuple of trees; what another rule has, f does not see."""
+        rows = zip(*map(structure.flatten_up_to, trees), strict=True)
+        found = [f(spec, *row) for spec, row in zip(leaves, rows, strict=True)]
+        return [structure.unflatten(column) for column in zip(*found, strict=True)]
 
-    def init(params: PyTree[Any]) -> PyTree[Any]:
-        return jax.tree.map(lambda spec, p: each(rule.init, p, spec), specs, params, is_leaf=is_spec)
+    def init(params: PyTree[Any]) -> optax.FactoredState:
+        return optax.FactoredState(jnp.zeros((), jnp.int32), *over(_mean_squares, params))
 
-    def update(updates: PyTree[Any], state: PyTree[Any], params: PyTree[Any] = None) -> tuple[Any, Any]:
+    def update(updates: PyTree[Any], state: optax.FactoredState, params: Any = None) -> tuple[Any, Any]:
         del params
-        # The rule asks for a parameter's shape, which is that of its update.
-        step = lambda u, s: rule.update(u, s, u)  # noqa: E731
-        leaves, structure = jax.tree.flatten(specs, is_leaf=is_spec)
-        pairs = zip(leaves, structure.flatten_up_to(updates), structure.flatten_up_to(state), strict=True)
-        moved = [each(step, u, spec, s) for spec, u, s in pairs]
-        return structure.unflatten([u for u, _ in moved]), structure.unflatten([s for _, s in moved])
+        step = functools.partial(_factored_step, state.count)
+        updates, *squares = over(step, updates, state.v_row, state.v_col, state.v)
+        return updates, optax.FactoredState(state.count + 1, *squares)
 
     return optax.GradientTransformation(init, update)
+
+
+def _mean_squares(spec: ParamSpec, p: Any) -> tuple[Any, Any, Any]:
+    """Adafactor's state of a leaf at the start: of rows, of columns, and of every entry where it is not factored."""
+    if isinstance(p, optax.MaskedNode):
+        return p, p, p
+    rows, columns = _sides(spec)
+    matrices, back = _matrices(p, rows, columns)
+    state = _of_each(_FACTORED.init, matrices.ndim - 2)(matrices)
+    if state.v.shape == matrices.shape:
+        return state.v_row, state.v_col, back(state.v)
+    # What optax calls the rows is the shorter side.
+    short, long = (rows, columns) if matrices.shape[-2] <= matrices.shape[-1] else (columns, rows)
+    shape = lambda left_out: [n for axis, n in enumerate(p.shape) if axis not in left_out]  # noqa: E731
+    return state.v_row.reshape(shape(long)), state.v_col.reshape(shape(short)), state.v
+
+
+def _factored_step(count: Array, spec: ParamSpec, g: Any, row: Any, column: Any, whole: Any) -> tuple[Any, ...]:
+    """Adafactor's direction of a leaf, and its state after step `count`."""
+    if isinstance(g, optax.MaskedNode):
+        return g, row, column, whole
+    matrices, back = _matrices(g, *_sides(spec))
+    batch, factored = matrices.shape[:-2], whole.shape != g.shape
+    squares = whole if factored else _matrices(whole, *_sides(spec))[0]
+    state = optax.FactoredState(count, row.reshape(*batch, -1), column.reshape(*batch, -1), squares)
+    axes = optax.FactoredState(None, 0, 0, 0)
+
+    def step(m: Array, old: optax.FactoredState) -> tuple[Array, optax.FactoredState]:
+        scaled, new = _FACTORED.update(m, old, m)  # it asks for the parameter's shape, which is that of its update
+        return _CLIP.update(scaled, optax.EmptyState())[0], new
+
+    u, new = _of_each(step, len(batch), in_axes=(0, axes), out_axes=(0, axes))(matrices, state)
+    entries = new.v if factored else back(new.v)
+    return back(u), new.v_row.reshape(row.shape), new.v_col.reshape(column.shape), entries
+
+
+def _sides(spec: ParamSpec) -> tuple[list[int], list[int]]:
+    """The dimensions that are a leaf's rows and those that are its columns, for Adafactor.
+
+    A product's inputs and outputs; a table's entries and their width; else no rows: layers stay apart.
+    """
+    if spec.inputs:
+        return _places(spec)
+    rest = [axis for axis, name in enumerate(spec.axes) if name != "layers"]
+    return (rest[:1], rest[1:]) if spec.role == "embedding" else ([], rest)
+
+
+def _of_each(f: Callable[..., Any], n: int, **axes: Any) -> Callable[..., Any]:
+    """f of what n leading dimensions number."""
+    for _ in range(n):
+        f = jax.vmap(f, **axes)
+    return f
 
 
 def _muon(config: OptimizerConfig, specs: PyTree[Any]) -> optax.GradientTransformation:
