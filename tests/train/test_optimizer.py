@@ -3,10 +3,16 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.sharding import PartitionSpec as P
 
+from tests.train import tiny
 from zoo.config import OptimizerConfig
-from zoo.layers.logical import ParamSpec
+from zoo.layers.logical import ParamSpec, is_spec
+from zoo.models.decoder import build
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.rules import path_name
 from zoo.train.optimizer import QUINTIC, decay_mask, make_optimizer, orthogonalize
+from zoo.train.state import make_layout
 
 
 def spec(shape, axes, role="matrix", inputs=(), outputs=()):
@@ -207,6 +213,36 @@ def test_adafactor_keeps_rows_and_columns_in_the_dimensions_of_their_parameter()
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):
         name = getattr(path[-1], "key", None)
         assert name is None or leaf.shape in kept[name] or leaf.shape[-1] == 1, (name, leaf.shape)
+
+
+def test_adafactors_state_lies_on_a_mesh_as_its_parameters_do():
+    settings = tiny.experiment(
+        model={"d_model": 128, "vocab_size": 192, "n_layers": 1, "moe": {"d_ff": 160}},
+        mesh={"data": 1, "fsdp": 2, "tensor": 2, "expert": 2, "zero": 1},
+        optimizer={"name": "adafactor"},
+    )
+    specs = build(settings.model).abstract_params()
+    optimizer = make_optimizer(settings.optimizer, specs)
+    layout = make_layout(specs, optimizer, make_mesh(settings.mesh, jax.devices()[:8]), settings.mesh.zero).state
+    by_path = {path_name(path): s.spec for path, s in jax.tree_util.tree_leaves_with_path(layout.opt_state)}
+    found = {
+        (field, name): next(at for path, at in by_path.items() if f"/{field}/" in path and path.endswith(name))
+        for field in ("v_row", "v_col")
+        for name in ("moe/w_up", "moe/w_down", "attention/w_q", "embedding/table")
+    }
+    # Rows are the shorter side, which is the model's width here; columns the other.
+    rows = {"moe/w_up": P(None, "expert", "fsdp"), "moe/w_down": P(None, "expert", "fsdp")}
+    rows |= {"attention/w_q": P(None, "fsdp"), "embedding/table": P("fsdp")}
+    columns = {"moe/w_up": P(None, "expert", "tensor"), "moe/w_down": P(None, "expert", "tensor")}
+    columns |= {"attention/w_q": P(None, "tensor", "fsdp"), "embedding/table": P("tensor")}
+    assert found == {("v_row", n): at for n, at in rows.items()} | {("v_col", n): at for n, at in columns.items()}
+
+    rng = np.random.default_rng(0)
+    grads = jax.tree.map(lambda s: rng.standard_normal(s.shape).astype(np.float32), specs, is_leaf=is_spec)
+    alone, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g))(grads)
+    shardings = {"in_shardings": (layout.params,), "out_shardings": (layout.params, layout.opt_state)}
+    split, _ = jax.jit(lambda g: optimizer.update(g, optimizer.init(g), g), **shardings)(grads)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-7), split, alone)
 
 
 @pytest.mark.parametrize("name", ["lion", "adafactor"])

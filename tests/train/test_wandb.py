@@ -98,6 +98,8 @@ def test_without_a_connection_rows_are_kept_and_the_screen_says_so(tmp_path, mon
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ConfigError, match=r"train.wandb='trees' needs the package wandb; install it, or leave this"):
+    with pytest.raises(
+        ConfigError, match=r"train.wandb='trees' needs the package wandb; install zoo\[wandb\], or leave this"
+    ):
         check_wandb(experiment(tmp_path, 1).train)
     check_wandb(TrainConfig())

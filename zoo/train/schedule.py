@@ -17,8 +17,8 @@ def factor(config: OptimizerConfig, steps: int) -> Factor:
     Warm-up: (t + 1) / W for t < W, so no update has rate 0. Then "cosine" (arXiv 1608.03983, eq. 5):
     min + (1 - min)(1 + cos(pi (t - W) / (T - W))) / 2; "linear": a straight line from 1 at W to min at T; "constant":
     1; or "wsd" (arXiv 2404.06395, section 4): 1, and over the last `decay_fraction` of the T steps a straight line
-    to min. The last `final_decay_steps` go in a
-    straight line from where the schedule stands to 0 at T, which is one step after the last update.
+    to min. The last `final_decay_steps` go in a straight line from where the schedule stands to 0 at T, which is one
+    step after the last update.
     """
     base = SCHEDULES[config.schedule](config, steps)
     final = steps - config.final_decay_steps

@@ -13,7 +13,7 @@ from zoo.train.metrics import scalars
 def check_wandb(settings: TrainConfig) -> None:
     """Raises ConfigError where a run asks for Weights & Biases and the package is missing."""
     installed = settings.wandb is None or importlib.util.find_spec("wandb") is not None
-    settings.require(installed, "wandb", "needs the package wandb; install it, or leave this at None")
+    settings.require(installed, "wandb", "needs the package wandb; install zoo[wandb], or leave this at None")
 
 
 class WandbRun:
