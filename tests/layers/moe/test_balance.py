@@ -6,14 +6,22 @@ from mixtures import call, make, tokens
 from test_router import LOGITS, MASK, golden_stats
 
 from zoo.config import SparseConfig
-from zoo.layers.moe.balance import balance_loss, importance_cv2, to_huggingface, z_loss
+from zoo.layers.moe.balance import (
+    balance_loss,
+    communication_loss,
+    device_loss,
+    importance_cv2,
+    to_huggingface,
+    to_unbiased,
+    z_loss,
+)
 from zoo.layers.moe.router import RoutingStats, route, routing_stats
 
 
 def stats_of(counts, probs, tokens):
     counts, probs = jnp.asarray(counts, jnp.float32), jnp.asarray(probs, jnp.float32)
     zero = jnp.zeros(counts.shape[:-1])
-    return RoutingStats(counts, probs, counts, zero + tokens, zero, zero, zero)
+    return RoutingStats(counts, probs, counts, zero + tokens, zero, zero, zero, 0 * counts, zero[..., None], zero, zero)
 
 
 def test_golden_losses():
@@ -22,6 +30,14 @@ def test_golden_losses():
     np.testing.assert_allclose(to_huggingface(balance_loss(stats, 2), 2), 2.33476918, rtol=1e-6)
     np.testing.assert_allclose(z_loss(stats), 6.09849970, rtol=1e-6)
     np.testing.assert_allclose(importance_cv2(stats), 0.42300742, rtol=1e-5)
+
+
+def test_golden_device_communication_and_sequence_losses():
+    stats = golden_stats(n_groups=2)
+    np.testing.assert_allclose(device_loss(stats, 2, 2), 1.14325816, rtol=1e-6)
+    np.testing.assert_allclose(communication_loss(stats, 2), 0.87162908, rtol=1e-6)
+    np.testing.assert_allclose(balance_loss(golden_stats(kind="sigmoid"), 2), 1.06745040, rtol=1e-6)
+    np.testing.assert_allclose(to_unbiased(importance_cv2(stats), 4), 0.56400989, rtol=1e-5)
 
 
 def test_golden_losses_with_padding_counted_are_others():
@@ -63,7 +79,7 @@ def test_no_tokens_give_zero_with_finite_gradients():
 
 def test_micro_batches_and_padding_do_not_change_the_losses_of_summed_statistics():
     def stats(logits, mask):
-        weights, indices, _ = route(logits, 2, True)
+        indices, weights, _ = route(logits, SparseConfig(n_experts=4, top_k=2))
         chosen = jax.nn.one_hot(indices, 4)
         return routing_stats(logits, mask, chosen.sum(1), (chosen * weights[..., None]).sum(1))
 

@@ -107,7 +107,7 @@ def test_capacity_is_never_rounded_down():
 
 
 def test_golden_table_of_kept_assignments():
-    _, indices, _ = route(LOGITS, 2, True)
+    indices = route(LOGITS, SparseConfig(n_experts=4, top_k=2)).indices
     kept = within_capacity(indices[None], jnp.arange(6)[None] < 5, 4, 2)[0]
     expected = {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (4, 1)}
     assert {tuple(map(int, at)) for at in np.argwhere(kept)} == expected
@@ -242,7 +242,7 @@ def test_gradients_of_gates_router_and_experts_equal_finite_differences():
 
         @jax.jit
         def mixture(x, w_router, *experts):
-            weights, indices, _ = route(x @ w_router, 2, True)
+            indices, weights, _ = route(x @ w_router, SparseConfig(n_experts=4, top_k=2))
             return sorted_experts(x, indices, weights, FFNParams(*experts), HiddenUnits("silu"))
 
         check_grads(mixture, (x, w_router, *experts), order=1, modes=["rev"], rtol=1e-5, atol=1e-5, eps=1e-6)
