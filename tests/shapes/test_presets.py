@@ -7,6 +7,7 @@ from typing import Any
 import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import zoo
@@ -67,13 +68,20 @@ def test_training_and_decoding(config):
     if config in OWN:
         params = train(setup, jax.jit(step))
     else:
-        params = jax.jit(setup.model.init)(jax.random.key(0), tiny.batch(0, B).tokens)["params"]
+        params = drawn(setup.specs)
         state = abstract_state(setup.specs, setup.optimizer)
         after, metrics = jax.eval_shape(step, state, tiny.batch(0, B))
         chex.assert_trees_all_equal_shapes_and_dtypes(after, state)
         check_metrics(config, metrics)
     chex.assert_trees_all_equal_shapes(params, jax.tree.map(lambda s: s.value, setup.specs, is_leaf=is_spec))
     decode(setup.model, params)
+
+
+def drawn(specs: Any) -> Any:
+    """Small random parameters, without compiling an initializer."""
+    rng = np.random.default_rng(0)
+    draw = lambda s: jnp.asarray(0.1 * rng.standard_normal(s.shape), s.dtype)  # noqa: E731
+    return jax.tree.map(draw, specs, is_leaf=is_spec)
 
 
 def train(setup: tiny.Setup, step: Callable[..., Any]) -> Any:
@@ -97,11 +105,13 @@ def check_metrics(config: ModelConfig, metrics: dict[str, Any]) -> None:
 
 
 def decode(model: Decoder, params: dict) -> None:
-    """A prompt and three more tokens."""
+    """The shapes of a prompt's pass, and three tokens."""
     tokens = tiny.batch(0, B).tokens
-    prefill = jax.jit(lambda tokens, cache: model.apply({"params": params}, tokens, cache=cache))
-    out = prefill(tokens[:2, :4], model.init_cache(2, 8))
-    chex.assert_shape(out.logits, (2, 4, model.config.vocab_size))
+    prefill = lambda tokens, cache: model.apply({"params": params}, tokens, cache=cache)  # noqa: E731
+    empty = model.init_cache(2, 8)
+    after = jax.eval_shape(prefill, tokens[:2, :4], empty)
+    chex.assert_shape(after.logits, (2, 4, model.config.vocab_size))
+    chex.assert_trees_all_equal_shapes_and_dtypes(after.cache, empty)
 
     @jax.jit
     @chex.assert_max_traces(n=1)
@@ -109,9 +119,10 @@ def decode(model: Decoder, params: dict) -> None:
         out = model.apply({"params": params}, token, cache=cache)
         return jnp.argmax(out.logits, axis=-1).astype(jnp.int32), out
 
-    token = tokens[:2, 4:5]
+    token, cache = tokens[:2, 4:5], empty
     for _ in range(3):
-        token, out = step(token, out.cache)
+        token, out = step(token, cache)
+        cache = out.cache
         chex.assert_shape(out.logits, (2, 1, model.config.vocab_size))
     chex.assert_tree_all_finite(out.logits)
-    chex.assert_trees_all_equal(out.cache.length, jnp.full(2, 7, jnp.int32))
+    chex.assert_trees_all_equal(out.cache.length, jnp.full(2, 3, jnp.int32))

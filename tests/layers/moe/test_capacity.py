@@ -58,9 +58,8 @@ def test_rerouting_is_the_rule(seed, length, top_k, limit):
     rng = np.random.default_rng(seed)
     ranking, mask = rng.normal(size=(9, 4)).astype(np.float32), np.arange(9) < length
     indices, placed = _reroute(jnp.asarray(ranking)[None], jnp.asarray(mask)[None], top_k, limit)
-    found = [
-        [int(e) for e, ok in zip(row, there, strict=True) if ok] for row, there in zip(indices, placed, strict=True)
-    ]
+    pairs = [zip(row, there, strict=True) for row, there in zip(indices, placed, strict=True)]
+    found = [[int(e) for e, ok in pair if ok] for pair in pairs]
     assert found == rerouted(ranking, mask, top_k, limit)
 
 
