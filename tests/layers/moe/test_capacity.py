@@ -1,108 +1,171 @@
-"""Places of experts: the golden tables of priorities and expert choice, rerouting, and what is causal."""
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
-from mixtures import call, make, softmax, tokens
-from test_router import LOGITS, MASK
+from test_router import LOGITS, four
 
-from zoo.config import SparseConfig
-from zoo.layers.moe.capacity import expert_choice, reroute, within_capacity
+from zoo.layers.moe.capacity import capacity, expert_choice, reroute, within_capacity
 from zoo.layers.moe.router import route
 
-TABLES = {
-    "token": {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (4, 1)},
-    "choice": {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (4, 1)},
-    "probability": {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (4, 0), (4, 1)},
-}
+REAL = jnp.arange(6)[None] < 5
+PRIORITIES = ("token", "choice", "probability")
 
 
-@pytest.mark.parametrize("priority", TABLES)
-def test_golden_tables(priority):
-    indices = route(LOGITS, SparseConfig(n_experts=4, top_k=2)).indices
-    likelihood = jax.nn.softmax(LOGITS).max(-1)
-    kept = within_capacity(indices[None], MASK[None] > 0, 4, 2, priority, likelihood[None])[0]
-    assert {tuple(map(int, at)) for at in np.argwhere(kept)} == TABLES[priority]
+def numpy_order(priority, length, top_k, likelihood):
+    """(token, choice) in the order in which they ask for a place."""
+    if priority == "token":
+        return [(t, j) for t in range(length) for j in range(top_k)]
+    by = range(length) if priority == "choice" else np.argsort(-np.asarray(likelihood), kind="stable")
+    return [(t, j) for j in range(top_k) for t in by]
 
 
-def test_golden_expert_choice():
-    chosen, weights = expert_choice(jax.nn.softmax(LOGITS)[None], MASK[None] > 0, 2)
-    assert chosen[0].tolist() == [[4, 0], [1, 3], [1, 3], [2, 3]]
-    p = softmax(np.asarray(LOGITS, np.float64))
-    np.testing.assert_allclose(weights[0], [[p[t, e] for t in row] for e, row in enumerate(chosen[0])], rtol=1e-6)
+def numpy_kept(indices, mask, n_experts, limit, priority, likelihood):
+    """One sequence, assignment by assignment."""
+    room = np.full(n_experts, limit)
+    kept = np.zeros(indices.shape, bool)
+    for t, j in numpy_order(priority, *indices.shape, likelihood):
+        e = indices[t, j]
+        if mask[t] and (e >= n_experts or room[e] > 0):
+            kept[t, j] = True
+            room[e : e + 1] -= 1  # of a null expert, nothing
+    return kept
 
 
-def test_an_expert_takes_no_padding_where_tokens_run_out():
-    chosen, weights = expert_choice(jax.nn.softmax(LOGITS)[None], jnp.arange(6)[None] < 1, 3)
-    assert chosen[0].tolist() == [[0, 6, 6]] * 4
-    assert np.all(weights[0, :, 0] > 0) and not np.any(weights[0, :, 1:])
-
-
-def rerouted(ranking, mask, top_k, limit):
-    """Token by token, each its best experts with room."""
-    room, found = [limit] * ranking.shape[1], []
+def numpy_reroute(ranking, mask, top_k, n_experts, limit):
+    room = np.where(np.arange(ranking.shape[1]) < n_experts, limit, np.inf)
+    placed = []
     for ranks, real in zip(ranking, mask, strict=True):
-        order = [int(e) for e in np.argsort(-ranks, kind="stable") if room[e] > 0 and ranks[e] > -np.inf]
-        mine = order[:top_k] if real else []
-        for e in mine:
-            room[e] -= 1
-        found.append(mine)
-    return found
+        best = [e for e in np.argsort(-ranks, kind="stable") if real and room[e] > 0 and ranks[e] > -np.inf]
+        placed.append(best[:top_k])
+        room[best[:top_k]] -= 1
+    return placed
 
 
-@given(st.integers(0, 10**6), st.integers(1, 9), st.integers(1, 3), st.integers(1, 4))
-def test_rerouting_is_the_rule(seed, length, top_k, limit):
-    rng = np.random.default_rng(seed)
-    ranking, mask = rng.normal(size=(9, 4)).astype(np.float32), np.arange(9) < length
-    indices, placed = _reroute(jnp.asarray(ranking)[None], jnp.asarray(mask)[None], top_k, limit)
-    pairs = [zip(row, there, strict=True) for row, there in zip(indices, placed, strict=True)]
-    found = [[int(e) for e, ok in pair if ok] for pair in pairs]
-    assert found == rerouted(ranking, mask, top_k, limit)
+@st.composite
+def sequences(draw):
+    """Two sequences of tokens that choose different experts, null ones among them, with padding anywhere."""
+    # Few shapes, each of which compiles anew.
+    length, n_experts, n_null = (draw(st.sampled_from(sizes)) for sizes in ((1, 7), (2, 5), (0, 2)))
+    top_k = draw(st.integers(1, 2))
+    rng = np.random.default_rng(draw(st.integers(0, 2**16)))
+    ranking = rng.normal(size=(2, length, n_experts + n_null)).astype(np.float32)
+    ranking[..., : draw(st.integers(0, n_experts - top_k))] = -np.inf  # shut groups
+    mask = rng.uniform(size=(2, length)) < draw(st.sampled_from([0.5, 1.0]))
+    return ranking, mask, top_k, n_experts, draw(st.integers(1, 4))
 
 
-def _reroute(ranking, mask, top_k, limit):
-    indices, placed = jax.jit(reroute, static_argnums=(2, 3, 4))(ranking, mask, top_k, 4, limit)
-    return indices[0].tolist(), placed[0].tolist()
+# ------------------------------------------------------------------------------------ the number
 
 
-def influence(config, deterministic):
-    """[t, s]: how much the output at t moves with the input at s."""
-    module, params = make(config)
-    x = tokens(1, 6)
-    run = lambda x: call(module, params, x, deterministic=deterministic)[0][0]  # noqa: E731
-    moved = [jnp.abs(run(x.at[0, s].add(0.7)) - run(x)).max(-1) for s in range(6)]
-    moved += [jnp.abs(run(x.at[0, s].multiply(-2.0)) - run(x)).max(-1) for s in range(6)]
-    return np.maximum(np.stack(moved[:6], axis=1), np.stack(moved[6:], axis=1))
+def test_capacity_is_never_rounded_down():
+    assert capacity(1.25, 2, 1, 8) == 1
+    assert capacity(0.5, 1, 8, 8) == 1
+    assert capacity(1.25, 2, 16, 8) == 5
+    assert capacity(1.0, 2, 5, 4) == 3
+    assert capacity(1.1, 1, 40, 4) == 11  # in floating point 1.1 * 40 / 4 is above 11
 
 
-SIZES = {"n_experts": 4, "d_ff": 12}
+# ------------------------------------------------------------------------------- tokens that choose
 
 
 @pytest.mark.parametrize(
-    ("causal", "config"),
+    "priority, expected",
     [
-        (True, SparseConfig(**SIZES, capacity_factor=0.5, overflow="reroute")),
-        (True, SparseConfig(**SIZES, capacity_factor=0.5)),
-        (False, SparseConfig(**SIZES, capacity_factor=0.5, priority="choice")),
-        (False, SparseConfig(**SIZES, capacity_factor=0.5, priority="probability")),
-        (False, SparseConfig(**SIZES, choice="expert", top_k=1)),
+        ("token", {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (4, 1)}),
+        ("choice", {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0), (4, 1)}),
+        ("probability", {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (4, 0), (4, 1)}),
     ],
 )
-def test_who_looks_ahead_is_what_the_config_says(causal, config):
-    assert config.causal == causal
-    later = np.triu(influence(config, deterministic=False), 1)
-    assert np.any(later > 1e-6) != causal
+def test_golden_table_of_kept_assignments(priority, expected):
+    routing = route(LOGITS, four())
+    likelihood = jnp.max(routing.ranking, axis=-1)
+    order = np.asarray(likelihood)[[4, 0, 1, 2, 3]]  # 0, 1 and 2 are equal but for rounding
+    np.testing.assert_allclose(order, -np.sort(-likelihood[:5]), rtol=1e-6)
+    kept = within_capacity(routing.indices[None], REAL, 4, 2, priority, likelihood[None])[0]
+    assert {tuple(map(int, at)) for at in np.argwhere(kept)} == expected
 
 
-def test_rerouted_tokens_use_their_own_scores_and_are_not_dropped():
-    module, params = make(SparseConfig(**SIZES, capacity_factor=0.5, overflow="reroute"))
-    _, stats, _ = call(module, params, tokens(2, 8), deterministic=False)
-    assert stats.dropped >= 0 and float(stats.gate_sum.sum()) <= 16 + 1e-4
-    roomy, _ = make(SparseConfig(**SIZES, capacity_factor=4.0, overflow="reroute"))
-    dropless, _ = make(SparseConfig(**SIZES))
-    found = call(roomy, params, tokens(2, 8), deterministic=False)
-    expected = call(dropless, params, tokens(2, 8))
-    np.testing.assert_allclose(found[0], expected[0], rtol=1e-5, atol=1e-5)
+@settings(max_examples=30)
+@given(sequences(), st.sampled_from(PRIORITIES))
+def test_places_are_given_one_after_the_other(case, priority):
+    ranking, mask, top_k, n_experts, limit = case
+    indices = np.argsort(-ranking, axis=-1, kind="stable")[..., :top_k]
+    likelihood = np.round(ranking.max(-1), 1)  # with ties
+    kept = within_capacity(jnp.asarray(indices), jnp.asarray(mask), n_experts, limit, priority, jnp.asarray(likelihood))
+    for b in range(2):
+        expected = numpy_kept(indices[b], mask[b], n_experts, limit, priority, likelihood[b])
+        np.testing.assert_array_equal(kept[b], expected)
+
+
+def test_padding_takes_no_place():
+    indices = jnp.zeros((1, 4, 1), jnp.int32)
+    mask = jnp.array([[False, True, False, True]])
+    np.testing.assert_array_equal(within_capacity(indices, mask, 4, 1)[0, :, 0], [False, True, False, False])
+
+
+def test_the_last_token_moves_others_unless_they_go_by_token():
+    indices = jnp.array([[[0, 1], [1, 0], [1, 2]], [[0, 1], [1, 0], [0, 2]]])  # another last token in the second row
+    likelihood = jnp.array([[0.5, 0.6, 0.2], [0.5, 0.6, 0.9]])
+    mask = jnp.ones((2, 3), bool)
+    for priority in PRIORITIES:
+        first, second = within_capacity(indices, mask, 3, 2, priority, likelihood)[:, :2]
+        assert np.array_equal(first, second) == (priority == "token")
+
+
+# ------------------------------------------------------------------------------------- rerouting
+
+
+@settings(max_examples=30)
+@given(sequences())
+def test_tokens_go_to_their_best_experts_with_room(case):
+    ranking, mask, top_k, n_experts, limit = case
+    n_choices = ranking.shape[-1]
+    indices, placed = reroute(jnp.asarray(ranking), jnp.asarray(mask), top_k, n_experts, limit)
+    np.testing.assert_array_equal(indices == n_choices, ~placed)
+    for b in range(2):
+        found = [row[at].tolist() for row, at in zip(np.asarray(indices[b]), np.asarray(placed[b]), strict=True)]
+        assert found == numpy_reroute(ranking[b], mask[b], top_k, n_experts, limit)
+    counts = jax.nn.one_hot(indices, n_choices).sum((1, 2))
+    assert np.all(counts[:, :n_experts] <= limit)
+
+
+def test_rerouting_by_hand():
+    """Expert 0 serves two tokens and 1 two; the fifth finds two full and one shut, and keeps what is left."""
+    ranking = jnp.array([[3.0, 2, 1, 0], [3, 1, 2, 0], [3, 2, 1, 0], [3, 2, 1, -jnp.inf], [3, 2, 1, -jnp.inf]])[None]
+    indices, placed = reroute(ranking, jnp.ones((1, 5), bool), 2, 4, 2)
+    np.testing.assert_array_equal(indices[0], [[0, 1], [0, 2], [1, 2], [4, 4], [4, 4]])
+    np.testing.assert_array_equal(placed[0].sum(1), [2, 2, 2, 0, 0])
+
+
+def test_no_earlier_token_is_moved_by_a_later_one():
+    ranking = jax.random.normal(jax.random.key(0), (1, 9, 4))
+    other = ranking.at[:, 5].set(-ranking[:, 5])
+    (before, _), (after, _) = (reroute(r, jnp.ones((1, 9), bool), 2, 4, 3) for r in (ranking, other))
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert np.any(before[:, 5:] != after[:, 5:])
+
+
+# ---------------------------------------------------------------------------- experts that choose
+
+
+def test_golden_choice_of_experts():
+    scores = jax.nn.softmax(LOGITS)[None]
+    tokens, weights = expert_choice(scores, REAL, 2)
+    np.testing.assert_array_equal(tokens[0], [[4, 0], [1, 3], [1, 3], [2, 3]])
+    np.testing.assert_allclose(weights[0], np.take_along_axis(scores[0].T, tokens[0], 1))
+
+
+@settings(max_examples=30)
+@given(sequences())
+def test_experts_take_their_best_tokens(case):
+    ranking, mask, _, _, limit = case
+    scores = np.asarray(jax.nn.softmax(np.where(np.isfinite(ranking), ranking, 0)))
+    tokens, weights = expert_choice(jnp.asarray(scores), jnp.asarray(mask), limit)
+    length = scores.shape[1]
+    for b, e in np.ndindex(2, scores.shape[2]):
+        best = [t for t in np.argsort(-scores[b, :, e], kind="stable") if mask[b, t]][:limit]
+        empty = min(limit, length) - len(best)
+        np.testing.assert_array_equal(tokens[b, e], best + [length] * empty)
+        np.testing.assert_allclose(weights[b, e], [*scores[b, best, e], *[0] * empty])

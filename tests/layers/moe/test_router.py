@@ -2,13 +2,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mixtures import D, assert_close, call, initialize, make, softmax, tokens
+from mixtures import D, assert_close, block_of, call, initialize, make, softmax, tokens
 from scipy.special import ndtr
 
 from zoo.config import ConfigError, ModelConfig, SparseConfig
 from zoo.layers.moe import build_moe
 from zoo.layers.moe.router import (
     LEAST_DEVIATION,
+    SparseRouter,
     limit_to_groups,
     route,
     router_logits,
@@ -212,10 +213,8 @@ def test_noise_is_for_training_has_its_deviation_and_reaches_its_weights():
 
 
 def test_noise_is_the_formula():
-    from zoo.layers.moe.router import SparseRouter
-
     config = four(noisy_top_k=True)
-    router = SparseRouter(config, build_moe_block(config))
+    router = SparseRouter(config, block_of(config))
     w, w_noise = np.random.default_rng(0).normal(size=(2, D, 4))
     x = jnp.broadcast_to(tokens(1, 1)[0], (50_000, D))
     params = {"params": {"w": jnp.asarray(w, jnp.float32), "w_noise": jnp.asarray(w_noise, jnp.float32)}}
@@ -227,16 +226,6 @@ def test_noise_is_the_formula():
     np.testing.assert_allclose(jnp.mean(logits.noisy - logits.raw, axis=0) / deviation, 0, atol=0.02)
     np.testing.assert_allclose(jnp.std(logits.noisy - logits.raw, axis=0) / deviation, 1, atol=0.02)
     assert bias is None
-
-
-def build_moe_block(config):
-    return build_moe(block_with(config)).block
-
-
-def block_with(config):
-    from mixtures import block_of
-
-    return block_of(config)
 
 
 def test_jitter_is_for_training_and_for_the_router_alone():
@@ -340,7 +329,7 @@ def test_bfloat16_inputs_choose_as_their_float32_copies_do():
 
 def test_parameters_of_the_router():
     config = four(router_bias=True, selection_bias=True, noisy_top_k=True, n_null_experts=2)
-    boxed = initialize(build_moe(block_with(config)), jax.random.key(0))["router"]
+    boxed = initialize(build_moe(block_of(config)), jax.random.key(0))["router"]
     assert {name: (p.value.shape, p.role) for name, p in boxed.items()} == {
         "w": ((D, 6), "router"),
         "bias": ((6,), "bias"),
