@@ -22,13 +22,11 @@ from mixtures import (
     swiglu,
     tokens,
 )
-from test_router import LOGITS
 
 from zoo.config import DenseConfig, SparseConfig
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.layers.moe import build_moe, route, sorted_experts
-from zoo.layers.moe.sparse import capacity, within_capacity
 
 E = 4
 CONFIG = SparseConfig(n_experts=E, d_ff=F)
@@ -98,27 +96,6 @@ def test_permuting_experts_with_the_router_changes_nothing(sparse):
     np.testing.assert_array_equal(stats.counts[order], stats_moved.counts)
 
 
-def test_capacity_is_never_rounded_down():
-    assert capacity(1.25, 2, 1, 8) == 1
-    assert capacity(0.5, 1, 8, 8) == 1
-    assert capacity(1.25, 2, 16, 8) == 5
-    assert capacity(1.0, 2, 5, 4) == 3
-    assert capacity(1.1, 1, 40, 4) == 11  # in floating point 1.1 * 40 / 4 is above 11
-
-
-def test_golden_table_of_kept_assignments():
-    indices = route(LOGITS, SparseConfig(n_experts=4, top_k=2)).indices
-    kept = within_capacity(indices[None], jnp.arange(6)[None] < 5, 4, 2)[0]
-    expected = {(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (4, 1)}
-    assert {tuple(map(int, at)) for at in np.argwhere(kept)} == expected
-
-
-def test_padding_takes_no_place():
-    indices = jnp.zeros((1, 4, 1), jnp.int32)
-    mask = jnp.array([[False, True, False, True]])
-    np.testing.assert_array_equal(within_capacity(indices, mask, 4, 1)[0, :, 0], [False, True, False, False])
-
-
 def test_dropped_assignments_add_nothing_and_their_weight_goes_nowhere():
     config = SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5)
     module, params = make(config)
@@ -154,10 +131,150 @@ def test_evaluation_is_dropless_and_so_is_a_large_capacity(sparse):
     assert_close(call(roomy, params, x, deterministic=False)[:2], dropless[:2])
 
 
-@pytest.mark.parametrize("capacity_factor", [None, 0.5])
-def test_is_causal_in_training(capacity_factor):
-    module, params = make(SparseConfig(n_experts=E, d_ff=F, capacity_factor=capacity_factor))
-    moved = influence(module, params, tokens(1, 6), deterministic=False)
+def numpy_chosen(x, params, config, places):
+    """y, where `places(scores [T, E], router's parameters)` gives every token's [(expert, weight), ...]."""
+    wide, x = numpy_params(params), np.asarray(x, np.float64)
+    y = np.zeros_like(x)
+    for b in range(len(x)):
+        logits = x[b] @ wide["router"]["w"] + wide["router"].get("bias", 0)
+        scores = softmax(logits) if config.score != "sigmoid" else 1 / (1 + np.exp(-logits))
+        for t, served in enumerate(places(scores, wide["router"])):
+            y[b, t] = sum((w * swiglu(x[b, t], *expert(wide, e)) for e, w in served), np.zeros(D))
+    return config.routed_scale * y
+
+
+def shares(scores, chosen, renormalize=True):
+    total = sum(scores[e] for e in chosen) if renormalize else 1
+    return [(e, scores[e] / total) for e in chosen]
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"score": "sigmoid", "selection_bias": True, "routed_scale": 2.5, "router_bias": True},
+        {"score": "sigmoid", "selection_bias": True, "n_groups": 2, "top_groups": 1, "group_score": "top2_sum"},
+        {"score": "softmax_selected", "router_bias": True},
+        {"n_null_experts": 2, "top_k": 3},
+    ],
+)
+def test_is_the_formula_with_other_routers(fields):
+    config = SparseConfig(n_experts=E, d_ff=F, **fields)
+    module, params = make(config)
+
+    def places(scores, router):
+        for row in scores:
+            ranking = row + router.get("selection_bias", 0)
+            if config.top_groups:
+                best = np.sort(ranking.reshape(2, 2), axis=1).sum(1).argmax()
+                ranking = np.where(np.arange(E) // 2 == best, ranking, -np.inf)
+            chosen = [e for e in np.argsort(-ranking)[: config.k] if e < E]
+            yield shares(row, chosen) if chosen else []
+
+    x = tokens(2, 8)
+    y, stats, _ = call(module, params, x)
+    assert_close(y, numpy_chosen(x, params, config, places))
+    assert stats.counts.sum() == 16 * config.k and stats.tokens == 16
+    if config.n_null_experts:
+        assert np.any(stats.counts[E:]) and not np.any(stats.gate_sum[E:])
+
+
+def test_null_experts_cost_nothing():
+    """Nothing that the experts are called with names one: tokens of null experts reach none."""
+    seen = []
+
+    def count(x, indices, weights, params, hidden):
+        seen.append(np.asarray(indices))
+        return sorted_experts(x, indices, weights, params, hidden)
+
+    config = SparseConfig(n_experts=E, d_ff=F, n_null_experts=2)
+    module, params = make(config)
+    mask = jnp.ones((2, 6), bool).at[1, 3:].set(False)
+    ids = mask.astype(jnp.int32)
+    _, stats, _ = module.clone(experts=count).apply({"params": params}, tokens(), mask, positions=ids, segment_ids=ids)
+    assert (seen[0] < E).sum() == stats.counts[:E].sum() and stats.counts.sum() == 18
+
+
+def test_rerouted_tokens_go_to_their_next_best_experts_with_their_own_scores():
+    config = SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.75, overflow="reroute")
+    module, params = make(config)
+
+    def places(scores, router):
+        room = np.full(E, 3)  # ceil(0.75 * 2 * 8 / 4)
+        for row in scores:
+            chosen = [e for e in np.argsort(-row) if room[e] > 0][:2]
+            room[chosen] -= 1
+            yield shares(row, chosen) if chosen else []
+
+    x = tokens(2, 8)
+    y, stats, _ = call(module, params, x, deterministic=False)
+    expected = numpy_chosen(x, params, config, places)
+    assert_close(y, expected)
+    assert stats.counts.sum() == 32 and stats.dropped == 2 * (16 - 4 * 3)
+    wished = call(*make(CONFIG), x)[1].counts
+    np.testing.assert_array_equal(stats.counts, wished)  # before rerouting
+    served = np.any(expected != 0, axis=-1).sum()  # with a weight of 1 in all, also by one expert alone
+    np.testing.assert_allclose(stats.gate_sum.sum(), served, rtol=1e-5)
+    roomy = SparseConfig(n_experts=E, d_ff=F, capacity_factor=E / 2, overflow="reroute")
+    found = call(make(roomy)[0], params, x, deterministic=False)
+    assert_close(found[:2], call(*make(CONFIG), x)[:2])
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_experts_choose_their_best_tokens(deterministic):
+    config = SparseConfig(n_experts=E, d_ff=F, choice="expert", capacity_factor=0.5, routed_scale=2.0)
+    module, params = make(config)
+
+    def places(scores, router):
+        best = np.argsort(-scores, axis=0)[:2]  # ceil(0.5 * 2 * 8 / 4)
+        return [[(e, row[e]) for e in range(E) if t in best[:, e]] for t, row in enumerate(scores)]
+
+    x = tokens(2, 8)
+    y, stats, cache = call(module, params, x, deterministic=deterministic)
+    expected = numpy_chosen(x, params, config, places)
+    assert_close(y, expected)
+    assert np.any(np.all(expected == 0, axis=-1)) and cache is None  # tokens that no expert chose
+    np.testing.assert_array_equal(stats.counts, [4] * E)
+    grads, dx = gradients(module, params, x)
+    assert all(np.any(g) for g in jax.tree.leaves(grads)) and np.all(np.isfinite(dx))
+
+
+def test_experts_choose_no_padding_and_no_other_row():
+    config = SparseConfig(n_experts=E, d_ff=F, choice="expert", n_shared_experts=1)
+    module, params = make(config)
+    x = tokens(2, 6)
+    mask = jnp.array([[1, 1, 1, 1, 1, 1], [0, 1, 0, 0, 1, 0]], bool)
+    y, stats, _ = call(module, params, x, mask)
+    other = call(module, params, jnp.where(mask[..., None], x, 1e3), mask)
+    assert_close((y[mask], stats), (other[0][mask], other[1]))
+    np.testing.assert_array_equal(stats.counts, [3 + 2] * E)  # ceil(2 * 6 / 4), and all that the second row has
+    assert_close(y[:1], call(module, params, x[:1])[0])
+    empty = call(module, params, x, jnp.zeros((2, 6), bool))
+    assert not np.any(empty[1].counts) and not np.any(empty[1].gate_sum)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5),
+        SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5, overflow="reroute"),
+        SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5, priority="choice"),
+        SparseConfig(n_experts=E, d_ff=F, capacity_factor=0.5, priority="probability"),
+        SparseConfig(n_experts=E, d_ff=F, choice="expert", top_k=1),
+    ],
+)
+def test_who_looks_ahead_is_what_the_config_says(config):
+    """Each token is changed in two ways: a small change may move no place."""
+    module, params = make(config)
+    x = tokens(1, 6)
+    run = lambda x: call(module, params, x, deterministic=False)[0][0]  # noqa: E731
+    change = lambda s: [x.at[0, s].add(0.7), x.at[0, s].multiply(-2.0)]  # noqa: E731
+    moved = np.stack([np.max([np.abs(run(c) - run(x)).max(-1) for c in change(s)], axis=0) for s in range(6)], 1)
+    assert np.all(np.diag(moved)[:2] > 0)
+    assert np.any(np.triu(moved, 1) > 1e-6) != config.causal
+
+
+def test_dropless_routing_is_causal_in_training(sparse):
+    moved = influence(*sparse, tokens(1, 6), deterministic=False)
     assert not np.any(np.triu(moved, 1)) and np.any(moved)
 
 
