@@ -163,6 +163,72 @@ def test_low_precision_parameters_keep_float32_moments():
     assert np.isfinite(losses).all()
 
 
+# ------------------------------------------------------------------------- balance without a loss
+
+RATE = 0.125  # exact in sums
+SELECTION = {"score": "sigmoid", "selection_bias": True, "selection_bias_rate": RATE, "n_null_experts": 2}
+
+
+def biased(n_devices=1, **settings):
+    return setup("sparse", n_devices=n_devices, model={"moe": SELECTION}, optimizer={"weight_decay": 0.5}, **settings)
+
+
+def selection_bias(state):
+    return np.asarray(state.params["stage_0"]["block_0"]["moe"]["router"]["selection_bias"])
+
+
+def expected_bias(s, state, rows):
+    """The bias after a step, from the counts of the whole batch; the two null experts share their load."""
+    counts = np.float64(jax.jit(lambda p: sums(s.model, p, rows))(state.params).routing[0][0].counts)
+    counts[:, 4:] = counts[:, 4:].mean(1, keepdims=True)
+    return selection_bias(state) + RATE * np.sign(counts.mean(1, keepdims=True) - counts)
+
+
+@pytest.fixture(scope="module")
+def selecting():
+    return biased()
+
+
+def test_the_selection_bias_follows_the_load_and_nothing_else(selecting):
+    """Neither gradient, nor decay, nor the optimizer's moments; and no step that is skipped."""
+    state = selecting.state()
+    names = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(state.opt_state)]
+    assert any("router" in name for name in names) and not any("selection_bias" in name for name in names)
+    for n in range(3):
+        want = expected_bias(selecting, state, batch(n))
+        state, _ = selecting.step(state, batch(n))
+        np.testing.assert_array_equal(selection_bias(state), want)
+    assert np.any(want) and want.shape == (2, 6)
+    kept = selection_bias(state)
+    state, metrics = selecting.step(state, batch(3)._replace(tokens=jnp.full_like(batch(3).tokens, 10**6)))
+    assert int(metrics["skipped"]) == 1
+    np.testing.assert_array_equal(selection_bias(state), kept)
+
+
+def test_the_selection_bias_has_no_gradient(selecting):
+    params = selecting.state().params
+    router = params["stage_0"]["block_0"]["moe"]["router"]
+    router["selection_bias"] = jax.random.normal(jax.random.key(0), router["selection_bias"].shape)
+    run = jax.jit(lambda p: gradients(selecting.model, p, batch(0), step_key(0, 0), 1, selecting.layout)[0])
+    grads = run(params)["stage_0"]["block_0"]["moe"]["router"]
+    assert not np.any(grads["selection_bias"]) and np.any(grads["w"])
+
+
+@pytest.mark.parametrize(
+    "n_devices, settings",
+    [
+        (1, {"train": {"micro_batches": 4}}),
+        (8, {"mesh": {"data": 2, "fsdp": 2, "expert": 2, "zero": 3}, "train": {"micro_batches": 2}}),
+    ],
+    ids=["micro-batches", "mesh"],
+)
+def test_the_selection_bias_sees_the_whole_batch(selecting, n_devices, settings):
+    """Once a step, of the counts of all micro-batches and devices."""
+    want, _ = selecting.run(3)
+    found, _ = biased(n_devices, **settings).run(3)
+    np.testing.assert_array_equal(selection_bias(found), selection_bias(want))
+
+
 # --------------------------------------------------------------------------------- sharding, law 7
 
 MESHES = [
@@ -240,3 +306,12 @@ def test_metrics_of_the_routing_by_hand():
     balance = 4 / 2 * (counts / tokens * np.float64(stats.prob_sum) / tokens).sum(-1).mean()
     np.testing.assert_allclose(got["train/balance_loss"], balance, rtol=1e-5)
     assert got["train/tokens"] == (batch(0).labels >= 0).sum()
+
+
+def test_the_share_of_null_experts_is_measured(selecting):
+    total = jax.jit(lambda p: sums(selecting.model, p, batch(0)))(selecting.state().params)
+    got = jax.device_get(measure(total, selecting.model))
+    counts = np.float64(total.routing[0][0].counts)
+    np.testing.assert_allclose(got["moe/null"], counts[:, 4:].sum(1) / counts.sum(1), rtol=1e-6)
+    np.testing.assert_allclose(got["moe/load"].sum(1), 1, rtol=1e-6)
+    np.testing.assert_allclose(got["moe/max_load"], counts[:, :4].max(1) / counts[:, :4].mean(1), rtol=1e-6)

@@ -91,10 +91,11 @@ def balanced(params: PyTree[Any], routing: Any, moe: Mixture | None) -> PyTree[A
         return params
 
     def move(path: tuple[Any, ...], leaf: Array) -> Array:
-        stage, block, *_, name = (key.key for key in path)
-        if name != "selection_bias":
+        names = [key.key for key in path]
+        if names[-1] != "selection_bias":
             return leaf
-        counts = routing[int(stage.removeprefix("stage_"))][int(block.removeprefix("block_"))].counts
+        stage, block = (int(name.split("_")[1]) for name in names[:2])  # stage_0, block_0
+        counts = routing[stage][block].counts
         return moved_bias(leaf, counts, moe.selection_bias_rate, moe.n_experts)
 
     return jax.tree_util.tree_map_with_path(move, params)
