@@ -86,9 +86,9 @@ class SparseConfig(MixtureConfig):
         choice: each "token" takes its k best experts, or each "expert" its C best tokens (arXiv 2202.09368; not
             causal).
         capacity_factor: None for dropless; else an expert takes at most ceil(factor k T / E) assignments
-            of a sequence in training. Evaluation is always dropless, save with choice="expert".
-        priority: who finds a place first: by "token", then choice; by "choice", then token; or tokens by their
-            highest "probability". Only the first is causal.
+            of a sequence in training. Evaluation is always dropless, save with choice="expert", where None is 1.
+        priority: who finds a place first: by "token", then choice; by "choice", then token; or by choice, then
+            the tokens' highest "probability" (arXiv 2106.05974). Only the first is causal.
         overflow: an assignment without a place is dropped ("drop"), or goes to the token's next best expert with
             room ("reroute").
         balance_scope: the balance loss is that of the whole "batch", or the mean over each "sequence".
@@ -206,6 +206,16 @@ class SparseConfig(MixtureConfig):
             "load_weight",
             "needs model.moe.noisy_top_k=True: it is the noise's",
         )
+        for name in ("selection_bias", "top_groups"):
+            self.require(
+                self.load_weight == 0 or not getattr(self, name),
+                "load_weight",
+                f"knows nothing of {self.named(name)}; leave one out",
+            )
+        for name in ("device_weight", "communication_weight"):
+            self.require(
+                getattr(self, name) == 0 or self.n_groups > 1, name, f"needs more groups than {self.named('n_groups')}"
+            )
 
     @property
     def k(self) -> int:
