@@ -193,7 +193,10 @@ WRONG = [
         lambda: SparseConfig(load_weight=0.1, noisy_top_k=True, selection_bias=True),
         "model.moe.load_weight=0.1 knows nothing of model.moe.selection_bias=True",
     ),
-    (lambda: SparseConfig(device_weight=0.1), "model.moe.device_weight=0.1 needs more groups than model.moe.n_groups=1"),
+    (
+        lambda: SparseConfig(device_weight=0.1),
+        "model.moe.device_weight=0.1 needs more groups than model.moe.n_groups=1",
+    ),
     (
         lambda: SparseConfig(shared_gate=True),
         "model.moe.shared_gate=True needs shared experts, not .*n_shared_experts=0",
