@@ -226,6 +226,7 @@ WRONG = [
         "rope_scaling.kind='yarm' is not one of linear, dynamic, yarn, llama3, longrope; did you mean yarn",
     ),
     (lambda: SparseConfig(capacity_factor=0.0), "model.moe.capacity_factor=0.0 must be positive, or None"),
+    (lambda: Block(window=2**31), "model.pattern.window=2147483648 must be less than 2\\^31, or None for all"),
     (lambda: Block(window=0), "model.pattern.window=0 must be at least 1"),
     (lambda: OptimizerConfig(schedule="cosin"), "optimizer.schedule='cosin' is not one of .*; did you mean cosine?"),
     (lambda: OptimizerConfig(learning_rate=0.0), "optimizer.learning_rate=0.0 must be positive"),

@@ -297,8 +297,11 @@ def test_screen(capsys):
         ("describe --preset gtp2", r"preset='gtp2' is not the name of a preset; did you mean gpt2\?"),
         ("describe --preset gpt2 --device h10", "device='h10' is not one of v6e, .*; did you mean h100"),
         ("describe --preset gpt2 --length 2000", "length=2000 is more than model.context_length=1024"),
-        ("describe --preset gpt2 --mfu 2", "--mfu 2.0 must lie between 0, excluded, and 1"),
-        ("describe --preset gpt2 --tokens=-1", "--tokens -1.0 must be a positive number"),
+        ("describe --preset gpt2 --mfu 2", "--mfu 2.0 must lie between 1e-6 and 1"),
+        ("describe --preset gpt2 --tokens=-1", "--tokens -1.0 must be a positive number, at most 1e30"),
+        ("describe --preset=", "preset='' is not the name of a preset"),
+        ("describe --preset gpt2 --tokens 1e308", "--tokens 1e[+]308 must be a positive number, at most 1e30"),
+        ("describe --all --json", "--all is a table in Markdown and has no --json"),
         ("compare gpt2", "zoo compare needs two presets or config files before any option; 1 are given"),
         ("compare gpt2 gpt3", "preset='gpt3' is not the name of a preset"),
     ],
@@ -306,3 +309,14 @@ def test_screen(capsys):
 def test_wrong_input(args, message, capsys):
     assert main(args.split()) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_a_vocabulary_that_a_file_leaves_open_is_its_tokenizers(tmp_path, capsys):
+    text = "from zoo import *\nconfig = Experiment('x', data=DataConfig(tokenizer={!r}))\n"
+    for name in ("bytes", "characters"):
+        (tmp_path / f"{name}.py").write_text(text.format(name))
+    assert main(["describe", "--config", str(tmp_path / "bytes.py"), "--json"]) == 0
+    parts = json.loads(capsys.readouterr().out)["parameters"]["parts"]
+    assert parts["token embedding"]["total"] == 259 * ModelConfig().d_model
+    assert main(["describe", "--config", str(tmp_path / "characters.py")]) == 2
+    assert "set model.vocab_size in the config" in capsys.readouterr().err

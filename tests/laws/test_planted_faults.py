@@ -7,6 +7,7 @@ import pytest
 
 import zoo
 from tests.laws.architectures import ARCHITECTURES
+from zoo.config import Block
 from zoo.layers.logical import unconstrained
 from zoo.models.decoder import Decoder, following_positions
 
@@ -123,3 +124,8 @@ def test_law_finds_the_fault(faulty, law, message):
 def test_an_unknown_law_names_the_nearest():
     with pytest.raises(zoo.ConfigError, match="did you mean causality"):
         zoo.check(zoo.build(ARCHITECTURES["none"]), laws=["causalty"])
+
+
+def test_a_context_of_one_token_can_be_checked_and_one_law_named_alone():
+    model = zoo.build(dataclasses.replace(ARCHITECTURES["none"], context_length=1, n_layers=1, pattern=(Block(),)))
+    assert zoo.check(model, laws="padding").passed

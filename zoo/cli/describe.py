@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
-from zoo.config import Experiment
+from zoo.config import DataConfig, Experiment
 from zoo.models.presets import Preset, find_preset, preset
 
 
@@ -67,7 +67,8 @@ def describe(args: Sequence[str]) -> int:
     if given.all:
         print(preset_table(), end="")
         return 0
-    experiment = _named(given.preset or given.config, is_preset=given.preset is not None)
+    name = given.config if given.preset is None else given.preset
+    experiment = _named(name, is_preset=given.preset is not None)
     published = None if given.preset is None else find_preset(given.preset)
     known = published and published.recipe and published.recipe.tokens
     question = Question(
@@ -79,7 +80,7 @@ def describe(args: Sequence[str]) -> int:
         device=None if given.device is None else find_device(given.device),
         mfu=given.mfu,
     )
-    found = run(experiment.model, given.preset or given.config, question)
+    found = run(experiment.model, name, question)
     if given.json:
         print(json.dumps(found.values | ({} if published is None else {"published": _record(published)}), indent=1))
     else:
@@ -108,10 +109,12 @@ def _check(given: Describe) -> None:
         value = getattr(given, name)
         if value is not None and value < 1:
             raise OptionError(f"--{name.replace('_', '-')} {value} must be at least 1")
-    if given.tokens is not None and not 0 < given.tokens < float("inf"):
-        raise OptionError(f"--tokens {given.tokens} must be a positive number")
-    if not 0 < given.mfu <= 1:
-        raise OptionError(f"--mfu {given.mfu} must lie between 0, excluded, and 1")
+    if given.tokens is not None and not 0 < given.tokens <= 1e30:
+        raise OptionError(f"--tokens {given.tokens} must be a positive number, at most 1e30")
+    if not 1e-6 <= given.mfu <= 1:
+        raise OptionError(f"--mfu {given.mfu} must lie between 1e-6 and 1")
+    if given.all and given.json:
+        raise OptionError("--all is a table in Markdown and has no --json; ask for one --preset")
 
 
 def compare(args: Sequence[str]) -> int:
@@ -130,11 +133,25 @@ def compare(args: Sequence[str]) -> int:
 
 
 def _named(name: str, is_preset: bool | None = None) -> Experiment:
-    """A config file's experiment, or one of a preset; a file that leaves the vocabulary open gets data.vocab_size."""
+    """A config file's experiment, or one of a preset; a vocabulary that the file leaves open is the tokenizer's."""
     if is_preset is None:
         is_preset = not (name.endswith(".py") or pathlib.Path(name).is_file())
     if is_preset:
         return Experiment(name, model=preset(name))
     experiment = load_experiment(name)
-    vocab_size = experiment.model.vocab_size or experiment.data.vocab_size
+    vocab_size = experiment.model.vocab_size or _vocabulary(experiment.data)
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=vocab_size))
+
+
+def _vocabulary(data: DataConfig) -> int:
+    """Ids of the tokenizer that a run would make; that of characters depends on the text."""
+    from zoo.data.tokenizer import ByteTokenizer
+
+    if data.tokenizer == "bytes":
+        return ByteTokenizer.vocab_size
+    if data.tokenizer == "sentencepiece" and data.tokenizer_model is None:
+        return data.vocab_size
+    raise OptionError(
+        f"model.vocab_size=None follows the text or model of {data.named('tokenizer')}; "
+        "set model.vocab_size in the config"
+    )

@@ -38,7 +38,7 @@ def _causality(case: Case, deterministic: bool) -> Finding:
 
 def padding(case: Case) -> Finding:
     """Padding changes no output of a real token, nor any sum of loss and routing statistics, wherever it stands."""
-    n = max(2, 2 * case.length // 3)
+    n = min(case.length, max(2, 2 * case.length // 3))
     alone = case.batch([[n]])
     document = jax.tree.map(lambda x: x[:, :n], alone)
     inside = np.sort(np.random.default_rng(case.seed).permutation(case.length)[:n])

@@ -39,7 +39,7 @@ def check(
     model: Decoder,
     params: Any = None,
     *,
-    laws: Sequence[str] = tuple(LAWS),
+    laws: Sequence[str] | str = tuple(LAWS),
     seed: int = 0,
     say: Callable[[str], None] = print,
 ) -> Report:
@@ -50,13 +50,14 @@ def check(
     Args:
         model: anything with the interface of `zoo.build`'s model; large ones take long, so check a small config.
         params: its parameters; None makes random ones in which no leaf is zero.
-        laws: names from `LAWS`.
+        laws: names from `LAWS`, or one of them.
         seed: of parameters and tokens.
         say: gets a line per law as it is done: its name, pass or FAIL, and the counterexample.
 
     Raises:
         ConfigError: a law of an unknown name.
     """
+    laws = [laws] if isinstance(laws, str) else laws
     for law in laws:
         if law not in LAWS:
             raise ConfigError(f"law {law!r} is not one of {', '.join(LAWS)}{nearest(law, LAWS)}")

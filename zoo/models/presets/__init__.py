@@ -56,8 +56,8 @@ def find_preset(name: str) -> Preset:
     Raises:
         ConfigError: there is no such preset; names the nearest.
     """
-    if name not in _PRESETS:
-        hint = nearest(name.lower(), _PRESETS) or f"; there are {', '.join(_PRESETS)}"
+    if name not in preset_names():
+        hint = nearest(str(name).lower(), _PRESETS) or f"; there are {', '.join(_PRESETS)}"
         raise ConfigError(f"preset={name!r} is not the name of a preset{hint}")
     return _PRESETS[name]
 
