@@ -208,6 +208,7 @@ def test_zero_splits_the_state():
     assert total == pytest.approx([120, 60 + 60 / 64, 30 + 90 / 64, 120 / 64])
     assert training_state(sizes, ModelConfig(param_dtype="bfloat16"), "lion", 0, 8).total == 75e9
     assert training_state(sizes, ModelConfig(), "muon", 0, 8).optimizer == 4 * 7e9 + 8 * 0.5e9
+    assert training_state(sizes, ModelConfig(), "lion", 1, 8, ema=True).optimizer == (4 + 4) * 7.5e9 / 8
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon", "lion"])

@@ -76,6 +76,7 @@ def describe(args: Sequence[str]) -> int:
         batch_size=given.batch_size,
         n_devices=given.devices,
         optimizer=given.optimizer or experiment.optimizer.name,
+        ema=experiment.optimizer.ema_decay is not None,
         tokens=given.tokens or known,
         device=None if given.device is None else find_device(given.device),
         mfu=given.mfu,

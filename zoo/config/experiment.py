@@ -96,8 +96,9 @@ class OptimizerConfig(Section):
             for everything else.
         learning_rate: peak rate of AdamW, Lion or Adafactor.
         muon_learning_rate: peak rate of Muon.
-        beta1: of AdamW (arXiv 1711.05101): how much of the mean gradient a step keeps.
-        beta2: of AdamW: how much of the mean squared gradient a step keeps.
+        beta1: of AdamW (arXiv 1711.05101): how much of the mean gradient a step keeps; of Lion, what the momentum
+            weighs in a direction.
+        beta2: of AdamW: how much of the mean squared gradient a step keeps; of Lion, of the momentum (published: 0.99).
         eps: of AdamW: added to the root of the mean squared gradient.
         muon_momentum: of Muon: how much of the momentum a step keeps.
         weight_decay: decoupled, on matrices only.

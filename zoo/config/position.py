@@ -80,6 +80,8 @@ class YarnScaling(OriginalContext):
     def __post_init__(self):
         super().__post_init__()
         self.require(self.beta_slow > 0, "beta_slow", "must be positive")
+        factor = self.attention_factor
+        self.require(factor is None or factor > 0, "attention_factor", "must be positive, or None")
         self.require(self.beta_fast > self.beta_slow, "beta_fast", f"must be more than {self.named('beta_slow')}")
 
 

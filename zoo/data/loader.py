@@ -80,7 +80,9 @@ def _order(sizes: Sequence[int], weights: Sequence[float], seed: int) -> grain.M
     """n -> (source, window): each source shuffled anew for every pass; sources in proportion to their weights."""
 
     def passes(source: int) -> grain.MapDataset:
-        windows = grain.MapDataset.range(sizes[source]).seed(seed + source).shuffle().repeat()
+        # Seeds of their own, so that a source of one run never has the order of another source of the next.
+        own = seed if source == 0 else int(np.random.SeedSequence([seed, source]).generate_state(1)[0])
+        windows = grain.MapDataset.range(sizes[source]).seed(own).shuffle().repeat()
         return windows.map(lambda index: (source, index))
 
     if len(sizes) == 1:

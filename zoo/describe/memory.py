@@ -32,12 +32,16 @@ def itemsize(dtype: str) -> int:
     return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
 
 
-def training_state(count: Parameters, config: ModelConfig, optimizer: str, zero: int, n_devices: int) -> TrainingState:
+def training_state(
+    count: Parameters, config: ModelConfig, optimizer: str, zero: int, n_devices: int, ema: bool = False
+) -> TrainingState:
     """What each of `n_devices` holds under ZeRO 0 (nothing is split) to 3 (arXiv 1910.02054, section 5).
 
-    Weights are in param_dtype, gradients and moments in float32.
+    Weights are in param_dtype, gradients, moments and a running mean of the weights in float32; the mean counts, and
+    is split, with the optimizer.
     """
     moments = MOMENTS[optimizer] * count.total - (MUON_SAVES * count.matrices if optimizer == "muon" else 0)
+    moments += 4 * count.total if ema else 0
     parts = count.total * itemsize(config.param_dtype), count.total * 4, moments
     split = (zero >= 3, zero >= 2, zero >= 1)
     return TrainingState(*(size / (n_devices if s else 1) for size, s in zip(parts, split, strict=True)))

@@ -31,6 +31,7 @@ class Question(NamedTuple):
         batch_size: sequences on one device, for activations and logits.
         n_devices: devices that share a training run.
         optimizer: name in OptimizerConfig.
+        ema: training keeps a running mean of the weights.
         tokens: to train on; None for no such question.
         device: one of `DEVICES`; None for no such question.
         mfu: the share of the device's peak that training reaches.
@@ -40,6 +41,7 @@ class Question(NamedTuple):
     batch_size: int = 1
     n_devices: int = 8
     optimizer: str = "adamw"
+    ema: bool = False
     tokens: float | None = None
     device: Device | None = None
     mfu: float = 0.4
@@ -173,7 +175,7 @@ def _memory(config: ModelConfig, count: Parameters, question: Question) -> Secti
     n, tokens = question.n_devices, question.length * question.batch_size
     rows, values = [], {}
     for zero in range(4):
-        state = training_state(count, config, question.optimizer, zero, n)
+        state = training_state(count, config, question.optimizer, zero, n, question.ema)
         parts = ", ".join(f"{part} {_bytes(size)}" for part, size in state._asdict().items())
         formula = f"{_state_formula(config, question, zero)}: {parts}"
         rows.append(Row(f"ZeRO {zero}, state of 1 of {n}", _bytes(state.total), formula))
@@ -194,6 +196,8 @@ def _state_formula(config: ModelConfig, question: Question, zero: int) -> str:
     moments = f"{MOMENTS[question.optimizer]} N"
     if question.optimizer == "muon":
         moments = f"({moments} - {MUON_SAVES} N of matrices)"
+    if question.ema:
+        moments = f"({moments} + 4 N of the mean)"
     terms = f"{itemsize(config.param_dtype)} N", "4 N", moments
     split = (zero >= 3, zero >= 2, zero >= 1)
     return " + ".join(term + f" / {question.n_devices}" * s for term, s in zip(terms, split, strict=True))

@@ -119,14 +119,16 @@ def _routing(record: BlockRecord, experts: Experts, read: str) -> Iterator[Step]
 
 def _choice_formula(moe: SparseConfig) -> str:
     ranked = "σ(r)" if moe.score == "sigmoid" else "r"
-    ranked += " + selection bias" if moe.selection_bias else ""
+    if moe.selection_bias:
+        ranked = ("σ(r)" if moe.score == "sigmoid" else "softmax(r)") + " + selection bias"
     return f"the {moe.k} largest of {ranked}"
 
 
 def _choice_meaning(moe: SparseConfig) -> str:
     meaning = "Each token's experts, the best first."
     if moe.top_groups is not None:
-        meaning += f" Only those of its {moe.top_groups} best of {moe.n_groups} groups can be chosen."
+        rule = "best expert" if moe.group_score == "max" else "two best experts together"
+        meaning += f" Only those of its {moe.top_groups} best of {moe.n_groups} groups, by their {rule}, can be chosen."
     if moe.n_null_experts:
         meaning += f" Numbers from {moe.n_experts} on are null experts, which compute nothing."
     return meaning + (" The bias evens out the load and is no part of the weights." if moe.selection_bias else "")
@@ -134,5 +136,7 @@ def _choice_meaning(moe: SparseConfig) -> str:
 
 def _weight_formula(moe: SparseConfig) -> str:
     scores = "σ(r)" if moe.score == "sigmoid" else "softmax(r)"
-    formula = f"p = {scores};  w = p / Σ_chosen p" if moe.renormalizes else f"w = {scores}"
+    chosen = "Σ_chosen experts that compute p" if moe.n_null_experts else "Σ_chosen p"
+    formula = f"p = {scores};  w = p / {chosen}" if moe.renormalizes else f"w = {scores}"
+    formula += ", 0 for null experts" if moe.n_null_experts else ""
     return formula + (f" · {moe.routed_scale:g}" if moe.routed_scale != 1 else "")

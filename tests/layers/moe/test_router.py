@@ -48,7 +48,7 @@ def test_golden_choice_and_weights():
     raw = route(LOGITS, four(renormalize=False))
     np.testing.assert_array_equal(raw.indices, [[0, 1], [1, 2], [3, 0], [0, 1], [0, 2], [0, 1]])
     np.testing.assert_allclose(raw.weights[0], [0.64391426, 0.23688282], rtol=1e-6)
-    np.testing.assert_allclose(raw.ranking, softmax(WIDE), rtol=1e-5)
+    np.testing.assert_allclose(jnp.exp(raw.ranking), softmax(WIDE), rtol=1e-5)
     renormalized = route(LOGITS, four(renormalize=True))
     np.testing.assert_array_equal(renormalized.indices, raw.indices)
     np.testing.assert_allclose(renormalized.weights[0], [0.73105858, 0.26894142], rtol=1e-6)
@@ -87,6 +87,14 @@ def test_scores_that_underflow_keep_their_ratios_and_finite_gradients(kind):
     weights, pull = jax.vjp(lambda logits: route(logits, config).weights, logits)
     np.testing.assert_allclose(weights, [[sigmoid(1.0), sigmoid(-1.0)]], rtol=1e-5)
     assert np.all(np.isfinite(pull(jnp.array([[1.0, 2.0]]))[0]))
+
+
+@pytest.mark.parametrize(
+    ("kind", "logits", "chosen"),
+    [("softmax", [0.0, -200.0, -150.0, -120.0], [0, 3]), ("sigmoid", [30.0, 20.0, 35.0, 0.0], [2, 0])],
+)
+def test_scores_that_underflow_or_saturate_keep_their_order(kind, logits, chosen):
+    assert route(jnp.array([logits]), four(top_k=2, score=kind)).indices.tolist() == [chosen]
 
 
 def test_one_expert_without_renormalization_trains_the_router_and_with_it_is_refused():

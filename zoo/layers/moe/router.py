@@ -139,11 +139,24 @@ def _softmax_of(x: Float[Array, "*T k"], some: Bool[Array, "*T k"]) -> Float[Arr
     return exponentials / jnp.where(total == 0, 1, total)
 
 
+def _comparable(
+    logits: Float[Array, "*T E"], config: SparseConfig, selection_bias: Float[Array, "E"] | None
+) -> Float[Array, "*T E"]:
+    """What experts are compared by: scores where they are added to something, else their logarithms.
+
+    Those have the same order, and still have it where scores underflow to 0 or round to 1.
+    """
+    added = config.top_groups is not None and config.group_score == "top2_sum"
+    if selection_bias is not None or added:
+        return score(logits, config.score)
+    return jax.nn.log_sigmoid(logits) if config.score == "sigmoid" else jax.nn.log_softmax(logits)
+
+
 def route(
     logits: Float[Array, "*T E"], config: SparseConfig, selection_bias: Float[Array, "E"] | None = None
 ) -> Routing:
     """Every token's experts and their weights, from its logits over experts and null experts."""
-    indices, ranking = select(score(logits, config.score), config, selection_bias)
+    indices, ranking = select(_comparable(logits, config, selection_bias), config, selection_bias)
     return Routing(indices, weigh(logits, indices, config), ranking)
 
 
