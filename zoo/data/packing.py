@@ -57,9 +57,9 @@ class Windows:
         """The windows of these indices, one a row; an index past the last one is a row of padding."""
         windows = np.asarray(indices, np.int64)[:, None]
         stream, offsets = self.cache.tokens, self.cache.offsets
-        start = np.where(windows < len(self), self._start(windows), len(stream))
+        start, stop = self._bounds(np.minimum(windows, max(len(self) - 1, 0)))
         at = start + np.arange(self.length)
-        real = at < np.minimum(start + self.length, self._start(windows + 1))
+        real = (windows < len(self)) & (at < np.minimum(start + self.length, stop))
         at = np.minimum(at, len(stream) - 1)
         document = np.searchsorted(offsets, at, "right") - 1
         labelled = real & (at + 1 < offsets[document + 1])
@@ -70,13 +70,17 @@ class Windows:
             _int32(real, document - document[:, :1] + 1, 0),
         )
 
+    def _bounds(self, windows: Int64[np.ndarray, "B 1"]) -> tuple[Int64[np.ndarray, "B 1"], Int64[np.ndarray, "B 1"]]:
+        """Where each window starts in the stream, and where the next one does."""
+        return self._start(windows), self._start(windows + 1)
+
     def _start(self, windows: Int64[np.ndarray, "B 1"]) -> Int64[np.ndarray, "B 1"]:
         run = np.searchsorted(self._first, windows, "right") - 1
         start = self._starts[run] + (windows - self._first[run]) * self.length
         return np.minimum(start, len(self.cache.tokens))
 
 
-class Truncated:
+class Truncated(Windows):
     """One window a document: its first `length` tokens, or all of them; what is beyond is left out.
 
     Of a document that is cut, the last label is the token behind the cut.
@@ -94,22 +98,8 @@ class Truncated:
     def __len__(self) -> int:
         return len(self.cache.offsets) - 1
 
-    def batch(self, indices: Sequence[int] | Int64[np.ndarray, "B"]) -> Batch:
-        """The windows of these documents, one a row; an index past the last one is a row of padding."""
-        documents = np.asarray(indices, np.int64)[:, None]
-        stream, offsets = self.cache.tokens, self.cache.offsets
-        known = documents < len(self)
-        document = np.minimum(documents, len(self) - 1)
-        at = offsets[document] + np.arange(self.length)
-        end = offsets[document + 1]
-        real, labelled = known & (at < end), known & (at + 1 < end)
-        last = len(stream) - 1
-        return Batch(
-            _int32(real, stream[np.minimum(at, last)], self.cache.pad_id),
-            _int32(labelled, stream[np.minimum(at + 1, last)], -1),
-            _int32(real, np.broadcast_to(np.arange(self.length), real.shape), 0),
-            _int32(real, np.ones(real.shape, np.int32), 0),
-        )
+    def _bounds(self, windows: Int64[np.ndarray, "B 1"]) -> tuple[Int64[np.ndarray, "B 1"], Int64[np.ndarray, "B 1"]]:
+        return self.cache.offsets[windows], self.cache.offsets[windows + 1]
 
 
 def _int32(
