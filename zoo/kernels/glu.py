@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-# x -> activation(x), or (x, beta) -> activation(x) for those that take beta.
-ACTIVATIONS: dict[str, Callable[..., Array]] = {
+# Those without a beta; Swish has one.
+ACTIVATIONS: dict[str, Callable[[Array], Array]] = {
     "sigmoid": jax.nn.sigmoid,
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),

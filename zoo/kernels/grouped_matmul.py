@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.linear import affine
 
 
 def grouped_matmul_reference(
@@ -124,7 +125,7 @@ def _grouped_ffn_forward(
 ) -> tuple[Array, tuple]:
     def block(params: FFNParams, rows: tuple[Array, Array]) -> tuple[tuple, None]:
         x, scale = rows
-        gate, up = _affine(x, params.w_gate, params.b_gate), _affine(x, params.w_up, params.b_up)
+        gate, up = affine(x, params.w_gate, params.b_gate), affine(x, params.w_up, params.b_up)
         # A row of another group comes with scale 0, so it gives 0 whatever the biases are.
         y = (hidden(gate, up, params.beta) * scale).astype(x.dtype) @ params.w_down
         y = y if params.b_down is None else y + (params.b_down * scale).astype(x.dtype)
@@ -168,12 +169,6 @@ def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tu
 
 
 grouped_ffn.defvjp(_grouped_ffn_forward, _grouped_ffn_backward)
-
-
-def _affine(x: Array, w: Array | None, b: Array | None) -> Array | None:
-    if w is None:
-        return None
-    return x @ w if b is None else x @ w + b
 
 
 def _row_dot(a: Array, b: Array, dtype: Any) -> Array:

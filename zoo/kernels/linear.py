@@ -13,3 +13,12 @@ def linear(x: Float[Array, "..."], w: Float[Array, "..."], n_inputs: int = 1) ->
     """
     rows, width = x.shape[: x.ndim - n_inputs], math.prod(w.shape[:n_inputs])
     return (x.reshape(-1, width) @ w.reshape(width, -1)).reshape(*rows, *w.shape[n_inputs:])
+
+
+def affine(
+    x: Float[Array, "*N D"], w: Float[Array, "D F"] | None, b: Float[Array, "F"] | None
+) -> Float[Array, "*N F"] | None:
+    """x w + b, or x w without a bias; None without a matrix, as the gate of a network that has none."""
+    if w is None:
+        return None
+    return linear(x, w) if b is None else linear(x, w) + b

@@ -9,7 +9,7 @@ from jaxtyping import Array, Float
 from zoo.config import BlockConfig
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
-from zoo.kernels.linear import linear
+from zoo.kernels.linear import affine
 from zoo.layers.initializers import Use, matrix_init
 from zoo.layers.logical import Axes, Constrain, declare, unconstrained
 
@@ -32,13 +32,8 @@ def ffn(
 
     Source: GLU variants, arXiv 2002.05202, equations 5 and 6 ("silu" with a gate is SwiGLU).
     """
-    gate = None if params.w_gate is None else _affine(x, params.w_gate, params.b_gate)
-    units = hidden(gate, _affine(x, params.w_up, params.b_up), params.beta)
-    return _affine(constrain(units), params.w_down, params.b_down)
-
-
-def _affine(x: Array, w: Array, b: Array | None) -> Array:
-    return linear(x, w) if b is None else linear(x, w) + b
+    gate, up = affine(x, params.w_gate, params.b_gate), affine(x, params.w_up, params.b_up)
+    return affine(constrain(hidden(gate, up, params.beta)), params.w_down, params.b_down)
 
 
 def declare_ffn(module: nn.Module, block: BlockConfig, d_ff: int, experts: int | None = None) -> FFNParams:
@@ -72,6 +67,16 @@ def declare_ffn(module: nn.Module, block: BlockConfig, d_ff: int, experts: int |
     )
 
 
+def declared_ffn(
+    module: nn.Module, x: Float[Array, "B T D"], block: BlockConfig, d_ff: int, constrain: Constrain
+) -> Float[Array, "B T D"]:
+    """`ffn` in the compute dtype, of parameters that `module` declares."""
+    dtype = jnp.dtype(block.compute_dtype)
+    params = declare_ffn(module, block, d_ff).astype(dtype)
+    pin = lambda units: constrain(units, ("batch", "length", "mlp"))  # noqa: E731
+    return ffn(x.astype(dtype), params, hidden_units(block), pin)
+
+
 class FFN(nn.Module):
     """Holds the parameters of `ffn`.
 
@@ -87,7 +92,4 @@ class FFN(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        dtype = jnp.dtype(self.block.compute_dtype)
-        params = declare_ffn(self, self.block, self.d_ff).astype(dtype)
-        pin = lambda units: self.constrain(units, ("batch", "length", "mlp"))  # noqa: E731
-        return ffn(x.astype(dtype), params, hidden_units(self.block), pin)
+        return declared_ffn(self, x, self.block, self.d_ff, self.constrain)

@@ -5,7 +5,7 @@ import jax
 from jaxtyping import Array, Float
 
 from zoo.config import BlockConfig, MixtureConfig
-from zoo.layers.ffn import declare_ffn, ffn, hidden_units
+from zoo.layers.ffn import declared_ffn
 from zoo.layers.initializers import table_init
 from zoo.layers.logical import Constrain, declare, unconstrained
 from zoo.layers.moe.router import router_logits
@@ -28,10 +28,7 @@ class SharedExperts(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        d_ff, dtype = self.config.n_shared_experts * self.config.d_ff, self.block.compute_dtype
-        params = declare_ffn(self, self.block, d_ff).astype(dtype)
-        pin = lambda units: self.constrain(units, ("batch", "length", "mlp"))  # noqa: E731
-        y = ffn(x.astype(dtype), params, hidden_units(self.block), pin)
+        y = declared_ffn(self, x, self.block, self.config.n_shared_experts * self.config.d_ff, self.constrain)
         if not self.config.shared_gate:
             return y
         shape, axes = (x.shape[-1], 1), ("embed", None)
