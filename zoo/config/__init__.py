@@ -18,7 +18,7 @@ from zoo.config.position import (
     YarnScaling,
 )
 from zoo.config.section import ConfigError, nearest
-from zoo.config.serialize import from_dict, to_dict
+from zoo.config.serialize import flat, from_dict, to_dict
 
 __all__ = [
     "MIXTURES",
@@ -49,6 +49,7 @@ __all__ = [
     "TrainConfig",
     "YarnScaling",
     "as_mixture",
+    "flat",
     "from_dict",
     "nearest",
     "to_dict",

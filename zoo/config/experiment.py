@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from zoo.config.model import ModelConfig
 from zoo.config.section import Section
-from zoo.config.serialize import to_dict
+from zoo.config.serialize import flat, to_dict
 
 
 @dataclass(frozen=True)
@@ -274,13 +273,5 @@ class Experiment(Section):
         for part in ("model", "data", "optimizer"):
             section = getattr(self, part)
             free = {f"{part}.{name}" for name in getattr(section, "speed_fields", ())}
-            fields |= {name: value for name, value in _flat(to_dict(section), part) if name not in free}
+            fields |= {name: value for name, value in flat(to_dict(section), part).items() if name not in free}
         return fields
-
-
-def _flat(value: Any, name: str) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _flat(item, f"{name}.{key}")
-    else:
-        yield name, value

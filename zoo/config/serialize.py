@@ -22,6 +22,13 @@ def to_dict(config: Any) -> Any:
     return kind | {f.name: to_dict(getattr(config, f.name)) for f in dataclasses.fields(config)}
 
 
+def flat(values: Any, name: str = "") -> dict[str, Any]:
+    """{"part.field": value, ...} of what `to_dict` gives, each name behind `name`; a list stays one value."""
+    if not isinstance(values, dict):
+        return {name: values}
+    return {key: v for k, value in values.items() for key, v in flat(value, f"{name}.{k}".strip(".")).items()}
+
+
 def from_dict(cls: type, values: Mapping[str, Any], path: str = "") -> Any:
     """The inverse of to_dict.
 

@@ -2,7 +2,7 @@
 
 from typing import Any, NamedTuple
 
-from zoo.config import ModelConfig, to_dict
+from zoo.config import Block, ModelConfig, flat, to_dict
 from zoo.describe.report import Description, Question, describe
 
 
@@ -46,7 +46,7 @@ def compare(one: tuple[str, ModelConfig], other: tuple[str, ModelConfig]) -> Com
     """Compares two models, each with its name, at the shorter one's context."""
     length = min(config.context_length for _, config in (one, other))
     described = [describe(config, name, Question(length)) for name, config in (one, other)]
-    fields = [_flat(to_dict(config)) for _, config in (one, other)]
+    fields = [{k: _short(v) for k, v in flat(to_dict(config)).items()} for _, config in (one, other)]
     names = [*fields[0], *(name for name in fields[1] if name not in fields[0])]
     pairs = {name: (fields[0].get(name), fields[1].get(name)) for name in names}
     costs = [_costs(description) for description in described]
@@ -70,20 +70,13 @@ def _costs(description: Description) -> dict[str, float]:
     }
 
 
-def _flat(values: Any, name: str = "") -> dict[str, Any]:
-    """{"moe.top_k": 2, ...}; a tuple of blocks stays one value, in short."""
-    if isinstance(values, dict):
-        return {key: v for k, value in values.items() for key, v in _flat(value, f"{name}.{k}".strip(".")).items()}
-    return {name: _short(values)}
-
-
 def _short(value: Any) -> Any:
     """Lists as text, each block by what is not its default."""
     if not isinstance(value, list):
         return value
-    defaults = {"mixture": True, "window": None, "rope_theta": None}
-    items = []
-    for item in value:
-        own = item if not isinstance(item, dict) else {k: v for k, v in item.items() if defaults.get(k, ...) != v}
-        items.append(str(own or "plain") if isinstance(item, dict) else str(item))
-    return "[" + ", ".join(items) + "]"
+    usual = to_dict(Block())
+
+    def words(item: Any) -> str:
+        return str({k: v for k, v in item.items() if v != usual[k]} or "plain") if isinstance(item, dict) else str(item)
+
+    return "[" + ", ".join(map(words, value)) + "]"
