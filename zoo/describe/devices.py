@@ -12,26 +12,24 @@ class Device(NamedTuple):
         kind: a part of its `device_kind` in JAX.
         flops: dense bfloat16 peak, FLOP/s.
         bandwidth: of its memory, bytes/s.
-        memory: bytes.
     """
 
     kind: str
     flops: float
     bandwidth: float
-    memory: float
 
 
 # By the makers' data sheets. The first kind that fits a device is its own.
 DEVICES = {
-    "v6e": Device("TPU v6", 918e12, 1640e9, 32e9),
-    "v5e": Device("TPU v5 lite", 197e12, 819e9, 16e9),
-    "v5e-api": Device("TPU v5e", 197e12, 819e9, 16e9),
-    "v5p": Device("TPU v5", 459e12, 2765e9, 95e9),
-    "v4": Device("TPU v4", 275e12, 1228e9, 32e9),
-    "a100": Device("A100", 312e12, 2039e9, 80e9),
-    "h100-pcie": Device("H100 PCIe", 756e12, 2000e9, 80e9),
-    "h100": Device("H100", 989e12, 3350e9, 80e9),
-    "h200": Device("H200", 989e12, 4800e9, 141e9),
+    "v6e": Device("TPU v6", 918e12, 1640e9),
+    "v5e": Device("TPU v5 lite", 197e12, 819e9),
+    "v5e-api": Device("TPU v5e", 197e12, 819e9),
+    "v5p": Device("TPU v5", 459e12, 2765e9),
+    "v4": Device("TPU v4", 275e12, 1228e9),
+    "a100": Device("A100", 312e12, 2039e9),
+    "h100-pcie": Device("H100 PCIe", 756e12, 2000e9),
+    "h100": Device("H100", 989e12, 3350e9),
+    "h200": Device("H200", 989e12, 4800e9),
 }
 
 

@@ -16,7 +16,7 @@ from jax.interpreters import partial_eval
 from jaxtyping import Array
 
 from zoo.config import ModelConfig, SoftConfig, SparseConfig
-from zoo.describe.parameters import Parameters, blocks_of, mean_span
+from zoo.describe.parameters import Parameters, blocks_of, live_pairs, mean_span
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.kernels.masks import Causal, Mask
@@ -82,10 +82,7 @@ def recomputed_flops(config: ModelConfig, parts: dict[str, Parameters], forward:
 
 def live_share(mask: Mask, queries: int, keys: int) -> Fraction:
     """The share of query and key pairs of one document that a mask lets see each other."""
-    if not isinstance(mask, Causal):
-        return Fraction(1)
-    window = min(mask.window or queries, queries)
-    return Fraction(window * (window + 1) // 2 + (queries - window) * window, queries * keys)
+    return Fraction(live_pairs(queries, mask.window), queries * keys) if isinstance(mask, Causal) else Fraction(1)
 
 
 def _shared(function: Any, share: Fraction) -> Any:

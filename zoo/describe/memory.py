@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-import numpy as np
+import jax.numpy as jnp
 
 from zoo.config import BlockConfig, DenseConfig, ModelConfig, Remat, SoftConfig, SparseConfig
 from zoo.describe.parameters import Parameters, blocks_of
@@ -29,7 +29,7 @@ class TrainingState(NamedTuple):
 
 def itemsize(dtype: str) -> int:
     """Bytes of a number."""
-    return 2 if dtype == "bfloat16" else np.dtype(dtype).itemsize
+    return jnp.dtype(dtype).itemsize
 
 
 def training_state(

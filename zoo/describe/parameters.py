@@ -103,6 +103,11 @@ def flops_per_token(config: ModelConfig, specs: Any, length: int) -> float:
 
 
 def mean_span(length: int, window: int | None) -> float:
-    """Positions that a token of a sequence sees on average: the mean of min(t + 1, window) over t < length."""
+    """Positions that a token of a sequence sees on average."""
+    return live_pairs(length, window) / length
+
+
+def live_pairs(length: int, window: int | None) -> int:
+    """Pairs of tokens of a sequence of which one sees the other: the sum of min(t + 1, window) over t < length."""
     w = min(window or length, length)
-    return (w * (w + 1) / 2 + (length - w) * w) / length
+    return w * (w + 1) // 2 + (length - w) * w
