@@ -18,7 +18,7 @@ def render(trace: Trace, layers: int | None = None) -> str:
     body = [*_heading(trace), *_navigation(trace, len(shown)), *_beginning(trace)]
     explained: set[tuple[str, ...]] = set()
     for i, layer in enumerate(shown):
-        words = set(map(_words, layer.steps))
+        words = {step.words for step in layer.steps}
         body += _layer(trace, i, layer, is_new=not words <= explained)
         explained |= words
     if len(shown) < len(trace.layers):
@@ -46,10 +46,6 @@ _PAGE = """<!doctype html>
 </body>
 </html>
 """
-
-
-def _words(step: Step) -> tuple[str, ...]:
-    return step.name, step.formula, step.meaning
 
 
 def visible(piece: str) -> str:

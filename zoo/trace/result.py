@@ -27,6 +27,11 @@ class Step(NamedTuple):
     meaning: str
     value: np.ndarray
 
+    @property
+    def words(self) -> tuple[str, str, str]:
+        """What need not be said of it twice."""
+        return self.name, self.formula, self.meaning
+
 
 class Looks(NamedTuple):
     """Where tokens look.

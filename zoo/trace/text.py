@@ -17,16 +17,12 @@ def render(trace: Trace, layers: int | None = None) -> str:
     """The whole pass; a step is explained in the first layer that has it."""
     lines, explained = [*_heading(trace), *_table(trace.first)], set()
     for i, layer in enumerate(trace.layers[:layers]):
-        new = [step for step in layer.steps if _words(step) not in explained]
-        explained |= set(map(_words, new))
+        new = [step for step in layer.steps if step.words not in explained]
+        explained |= {step.words for step in new}
         lines += ["", *_rule(f"layer {i} of {len(trace.layers)}"), *_layer(trace, layer, new)]
     if (left_out := len(trace.layers) - len(trace.layers[:layers])) > 0:
         lines += ["", f"({left_out} more layers are not shown.)"]
     return "\n".join([*lines, "", *_rule("the next token"), *_table(trace.last), "", *_guesses(trace)]) + "\n"
-
-
-def _words(step: Step) -> tuple[str, ...]:
-    return step.name, step.formula, step.meaning
 
 
 def _rule(title: str) -> Iterator[str]:
