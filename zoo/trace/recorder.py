@@ -15,7 +15,9 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from zoo.config import BlockConfig
-from zoo.kernels.attention import attention, attention_scores, attention_weights
+from zoo.kernels.attention import attention, dense
+from zoo.kernels.attention.problem import Operands, Settings
+from zoo.kernels.block_map import Places
 from zoo.layers.block import DecoderBlock
 from zoo.layers.logical import Axes
 from zoo.layers.moe import SoftMoE, sorted_experts
@@ -117,17 +119,14 @@ class Recorder:
         return result
 
     def _attend(self, q: Array, k: Array, v: Array, **settings: Any) -> Array:
-        places = settings["q_positions"], settings["kv_positions"]
-        rest = {name: settings.get(name) for name in ("softcap", "alibi_slopes")}
-        self._open.attended = Attended(
-            q,
-            k,
-            v,
-            scores=attention_scores(q, k, *places, settings["scale"], **rest),
-            visible=settings["mask"].allows(places[0][:, :, None], places[1][:, None, :]),
-            weights=attention_weights(q, k, **settings),
-            out=attention(q, k, v, **settings),
-        )
+        slopes = settings.get("alibi_slopes")
+        slopes = None if slopes is None else jnp.broadcast_to(slopes, (len(q), q.shape[2]))
+        operands = Operands(q, k, v, Places(*(settings[name] for name in Places._fields)), slopes)
+        plain = Settings(settings["scale"], settings["mask"], settings["softcap"])
+        scores, visible = dense.scores(operands, plain), dense.pairs(operands, plain)
+        out, lse = attention(q, k, v, **settings, return_lse=True)
+        weights = jnp.where(visible, jnp.exp(scores - lse[..., None]), 0)
+        self._open.attended = Attended(q, k, v, scores, visible[:, 0], weights, out)
         return self._open.attended.out
 
     def _experts(self, x: Array, indices: Array, weights: Array, *rest: Any) -> Array:

@@ -1,0 +1,5 @@
+"""Scaled dot-product attention with grouped key and value heads, by the fastest backend that can do what is asked."""
+
+from zoo.kernels.attention.api import Attend, attention
+
+__all__ = ["Attend", "attention"]
