@@ -12,7 +12,7 @@ from zoo.kernels.attention.dispatch import WAYS, choose
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.attention.vjp import attend
 from zoo.kernels.block_map import Places
-from zoo.kernels.masks import ByHead, Mask, head_masks
+from zoo.kernels.masks import ByHead, Full, Mask, head_masks
 
 # The signature of `attention`: what Attention calls, and what parallel/ or describe/ may replace.
 Attend = Callable[..., Any]
@@ -67,7 +67,7 @@ def attention(
     Raises:
         ValueError: shapes do not fit, there is a rate of dropout without a key, or the backend cannot do it.
 
-    Source: arXiv 1706.03762, equation 1; grouped heads, arXiv 2305.13245; in blocks, FlashAttention-2, arXiv 2307.08691.
+    Source: arXiv 1706.03762, equation 1; grouped heads, arXiv 2305.13245.
     """
     _check(q, k, v, mask, bias)
     places = _places(q, k, (q_positions, kv_positions), (q_segment_ids, kv_segment_ids), q_offset, lengths)
@@ -79,7 +79,8 @@ def attention(
     seeds = None if dropout_rate == 0 else _seeds(dropout_rate, dropout_key, (len(q), q.shape[2]))
     operands = Operands(q, k, v, places, slopes, bias, seeds)
     settings = Settings(
-        scale=q.shape[-1] ** -0.5 if scale is None else scale,
+        q.shape[-1] ** -0.5 if scale is None else scale,
+        Full(),
         softcap=softcap,
         dropout_rate=dropout_rate,
         offset=q_offset if q_positions is None else None,
@@ -167,7 +168,8 @@ def _check(q: Array, k: Array, v: Array, mask: Mask | ByHead, bias: Array | None
         (H % groups, f"{groups} masks do not divide {H} query heads"),
         (K % groups and groups % K, f"{groups} masks and {K} key and value heads do not divide each other"),
         (
-            bias is not None and (bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, (B, H, T, S)))),
+            bias is not None
+            and (bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, (B, H, T, S), strict=True))),
             f"bias {getattr(bias, 'shape', None)} does not broadcast to [B, H, T, S] = {(B, H, T, S)}",
         ),
     ):

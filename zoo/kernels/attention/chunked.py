@@ -28,7 +28,6 @@ from zoo.kernels.attention.problem import (
 )
 from zoo.kernels.attention.tables import block_sizes
 from zoo.kernels.block_map import Lists
-from zoo.kernels.masks import Mask
 
 
 class Row(NamedTuple):
@@ -248,7 +247,7 @@ def _apart(operands: Operands, shared: bool) -> tuple[Operands, Array | None]:
 
 def _row(operands: Operands, sizes: tuple[int, int]) -> Row:
     """A row of the batch, whose operands have no leading axis, cut into blocks."""
-    (T, H), (S, K), places = operands.q.shape[:2], operands.k.shape[:2], operands.places
+    H, K, places = operands.q.shape[1], operands.k.shape[1], operands.places
     by_head = lambda x: None if x is None else x.reshape(K, H // K, 1, 1)  # noqa: E731
     return Row(
         _cut(operands.q, sizes[0], K),

@@ -8,7 +8,6 @@ from zoo.kernels.attention import chunked, dense
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
-
 WAYS = ("forward", "backward")
 
 
@@ -61,9 +60,7 @@ def choose(name: str, operands: Operands, settings: Settings, direction: str) ->
         raise ValueError(f"attention: there is no backend {name!r}, choose auto or one of {', '.join(BACKENDS)}{hint}")
     reason = BACKENDS[name].refuses(operands, settings, device, direction)
     if reason:
-        raise ValueError(
-            f"attention: backend {name!r} cannot be used {direction}: {reason}; backend='auto' steps aside"
-        )
+        raise ValueError(f"attention: backend {name!r} cannot run {direction}: {reason}; backend='auto' steps aside")
     return Choice(name, {})
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from zoo.kernels.block_map import BlockMap, Places, block_map, static_block_map
-from zoo.kernels.masks import Full, Mask, mixed
+from zoo.kernels.masks import Mask, mixed
 
 # What a running maximum starts from: finite, so that no difference of two is NaN.
 LOWEST = -0.7 * float(np.finfo(np.float32).max)
@@ -33,7 +33,7 @@ class Settings:
     """
 
     scale: float
-    mask: Mask = Full()
+    mask: Mask
     softcap: float | None = None
     dropout_rate: float = 0.0
     offset: int | None = 0

@@ -33,7 +33,7 @@ attend.defvjp(_forward, _backward)
 
 
 def _folding(run: Callable[..., Any]) -> Callable[..., Any]:
-    """`run` as a function that vmap folds into the batch, which every operand has: kernels need no rule of their own."""
+    """`run`, with its batch as the place for what vmap maps over: kernels need no rule of their own."""
     folding = jax.custom_batching.custom_vmap(run)
 
     @folding.def_vmap
