@@ -4,7 +4,7 @@ from collections.abc import Callable
 from difflib import get_close_matches
 from typing import NamedTuple
 
-from zoo.kernels.attention import chunked, dense
+from zoo.kernels.attention import chunked, dense, pallas_gpu
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
@@ -38,9 +38,10 @@ def _anything(operands: Operands, settings: Settings, device: Target, direction:
 BACKENDS = {
     "dense": Backend(dense.forward, dense.backward, _anything),
     "chunked": Backend(chunked.forward, chunked.backward, _anything),
+    "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses),
 }
 # What `auto` asks, in this order.
-ORDER = {"cpu": ("chunked",), "gpu": ("chunked",), "tpu": ("chunked",)}
+ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("chunked",)}
 # Up to so many scores of a head, their plain form is the fastest everywhere.
 FEW_SCORES = 128 * 128
 
