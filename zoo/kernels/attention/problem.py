@@ -67,6 +67,26 @@ class Operands(NamedTuple):
     seeds: UInt32[Array, "B H"] | None = None
 
 
+class PagedOperands(NamedTuple):
+    """The arrays of a decoding step: one query a row, and keys and values in pages that lie anywhere.
+
+    Attributes:
+        q: [B, H, h].
+        k_pages: [P, page, K, h]; query head i reads key and value head i // (H / K).
+        v_pages: [P, page, K, d].
+        page_table: [B, n] int32; slot t of a row lies in its page t // page, at t mod page.
+        lengths: [B] int32, tokens of each row, the query's own included; pages and slots behind may hold anything.
+        slopes: [H] float32, ALiBi's, or None.
+    """
+
+    q: Float[Array, "B H h"]
+    k_pages: Float[Array, "P page K h"]
+    v_pages: Float[Array, "P page K d"]
+    page_table: Int[Array, "B n"]
+    lengths: Int[Array, "B"]
+    slopes: Float[Array, "H"] | None = None
+
+
 class Gradients(NamedTuple):
     """The gradients of what of `Operands` has any, in their dtypes; None where there is no such operand."""
 

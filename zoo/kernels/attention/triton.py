@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from zoo.kernels.attention.problem import Settings, scores_of
-from zoo.kernels.target import Target
+from zoo.kernels.target import Target, target
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -63,12 +63,18 @@ def store(ref: Any, row: Any, parts: list[Array], width: int) -> None:
     """The reverse of `load`, for head 0."""
     for (start, size, real), part in zip(columns_of(width), parts, strict=True):
         inside = None if real == size else jnp.broadcast_to((jnp.arange(size) < real)[None, :], part.shape)
-        plgpu.store(ref.at[pl.ds(row, len(part)), jnp.int32(0), pl.ds(start, size)], part.astype(ref.dtype), mask=inside)
+        plgpu.store(
+            ref.at[pl.ds(row, len(part)), jnp.int32(0), pl.ds(start, size)], part.astype(ref.dtype), mask=inside
+        )
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:
-    """A product over axis contract[0] of a and contract[1] of b, in float32; of float32 inputs it is exact float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    """A product over axis contract[0] of a and contract[1] of b, in float32."""
+    precision = None
+    if a.dtype == jnp.float32:
+        # Three passes of tensor cores have float32's precision; without them a block takes minutes to compile.
+        exact, passes = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        precision = exact if target().interpret else passes
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
