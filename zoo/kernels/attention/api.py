@@ -10,12 +10,13 @@ from jaxtyping import Array, Float, Int, Key
 
 from zoo.kernels.attention.dispatch import WAYS, choose
 from zoo.kernels.attention.problem import Operands, Settings
-from zoo.kernels.attention.vjp import attend
+from zoo.kernels.attention.vjp import Runner, attend
 from zoo.kernels.block_map import Places
 from zoo.kernels.masks import ByHead, Full, Mask, head_masks
 
 # The signature of `attention`: what Attention calls, and what parallel/ or describe/ may replace.
 Attend = Callable[..., Any]
+HERE = Runner()
 
 
 def attention(
@@ -41,6 +42,7 @@ def attention(
     backend: str = "auto",
     backward: str = "auto",
     blocks: tuple[int, int] | None = None,
+    runner: Runner = HERE,
 ) -> Float[Array, "B T H d"] | tuple[Float[Array, "B T H d"], Float[Array, "B H T"]]:
     """softmax(scale q k^T) v over the keys that the mask allows within the query's own segment.
 
@@ -63,6 +65,7 @@ def attention(
         return_lse: return (out, lse) with the log of the sum of the exponentials of each row's scores, sinks included.
         backend, backward: names in dispatch.BACKENDS for the two directions; "auto" takes what the device does best.
         blocks: (queries, keys) of a block; None for those of the tables.
+        runner: runs the backends; that of parallel.attention does so on a mesh.
 
     Raises:
         ValueError: shapes do not fit, there is a rate of dropout without a key, or the backend cannot do it.
@@ -87,19 +90,21 @@ def attention(
         segmented=segmented,
         blocks=blocks,
     )
-    out, lse = _over_groups(operands, settings, mask, (backend, backward))
+    out, lse = _over_groups(operands, settings, mask, (backend, backward), runner)
     out, lse = (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-def _over_groups(operands: Operands, settings: Settings, mask: Mask | ByHead, names: tuple[str, str]) -> Any:
+def _over_groups(
+    operands: Operands, settings: Settings, mask: Mask | ByHead, names: tuple[str, str], runner: Runner
+) -> Any:
     """Output and log sums, where groups of heads may have masks of their own."""
     masks = head_masks(mask)
     parts = []
     for g, mask in enumerate(masks):
         own, settings = _heads(operands, g, len(masks)), replace(settings, mask=mask)
         forward, backward = (choose(name, own, settings, way) for name, way in zip(names, WAYS, strict=True))
-        parts.append(attend(own, replace(settings, forward=forward.name, backward=backward.name)))
+        parts.append(attend(own, replace(settings, forward=forward.name, backward=backward.name), runner))
     if len(parts) == 1:
         return parts[0]
     outs, sums = zip(*parts, strict=True)
