@@ -75,7 +75,7 @@ class MeshRunner(Runner):
         rows = BATCH_AXES if rows_divide(B, self.mesh) else None
         length = "context" if rounds > 1 and T % rounds == 0 and S % rounds == 0 else None
         heads = "tensor" if H % parts == 0 and (K % parts == 0 or parts % K == 0) else None
-        if heads and K < parts:
+        if heads and parts > K:
             k, v = (jnp.repeat(x, parts // K, axis=2) for x in (operands.k, operands.v))
             operands = operands._replace(k=k, v=v)
         tokens, ids, by_head = (

@@ -55,12 +55,13 @@ def ring_backward(operands: Operands, settings: Settings, axis: str, *results: A
     own = (wide(operands.q), wide(operands.slopes))
     start = (own, (_keys(operands), wide(operands.k), wide(operands.v)))
     ((dq, d_slopes), (_, dk, dv)), _ = jax.lax.scan(step, start, length=jax.lax.axis_size(axis))
-    grads = Gradients(dq, dk, dv, d_slopes)
-    return Gradients(*(d if d is None else d.astype(x.dtype) for d, x in zip(grads, _differentiable(operands))))
-
-
-def _differentiable(operands: Operands) -> Gradients:
-    return Gradients(operands.q, operands.k, operands.v, operands.slopes, operands.bias)
+    return Gradients(
+        dq.astype(operands.q.dtype),
+        dk.astype(operands.k.dtype),
+        dv.astype(operands.v.dtype),
+        # Every device has those of its own queries.
+        None if d_slopes is None else jax.lax.psum(d_slopes, axis).astype(operands.slopes.dtype),
+    )
 
 
 def _keys(operands: Operands) -> tuple[Array, ...]:
