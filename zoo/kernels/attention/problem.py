@@ -28,6 +28,7 @@ class Settings:
         dropout_rate: share of the weights dropped.
         offset: queries stand at offset, offset + 1, ... and keys at 0, 1, ...; None where positions are data.
         segmented: whether some token may be in a segment of its own, or in none.
+        log_sums: whether anything but the gradient reads the log sums.
         forward, backward: names of the backends.
         blocks: (queries, keys) of a block, or None for what the tables say.
     """
@@ -38,6 +39,7 @@ class Settings:
     dropout_rate: float = 0.0
     offset: int | None = 0
     segmented: bool = False
+    log_sums: bool = True
     forward: str = "auto"
     backward: str = "auto"
     blocks: tuple[int, int] | None = None

@@ -100,10 +100,8 @@ def missing(dtypes: tuple[Any, ...], device: Target) -> str | None:
     if plgpu is None:
         return "this JAX has no Triton"
     if not device.has_triton:
-        return (
-            f"Triton needs an NVIDIA GPU of compute capability 8.0, and the program is for {device.kind!r}"
-            " (zoo.kernels.target.interpreting runs it elsewhere, slowly)"
-        )
+        hint = "; zoo.kernels.target.interpreting runs it on a CPU, slowly" if device.platform == "cpu" else ""
+        return f"Triton needs an NVIDIA GPU of compute capability 8.0, and the program is for {device.kind!r}{hint}"
     if len(names) > 1 or not names <= set(DTYPES):
         return f"q, k and v have dtypes {', '.join(sorted(names))}; it takes one of {', '.join(DTYPES)} for all"
     return None
