@@ -103,7 +103,7 @@ def gpu_blocks(kind: str, sizes: GpuSizes, kernel: str, asked: tuple[int, int] |
 
 def too_large(kind: str, sizes: GpuSizes, kernel: str, blocks: GpuBlocks) -> str | None:
     """Why a device cannot hold a kernel's blocks, or None."""
-    limit = next((_SHARED_KB[word] for word in kind.split() if word in _SHARED_KB), _LEAST_SHARED_KB)
+    limit = next((_SHARED_KB[word] for word in kind.replace("-", " ").split() if word in _SHARED_KB), _LEAST_SHARED_KB)
     needed = _shared_kb(sizes, kernel, blocks)
     if needed <= limit:
         return None
