@@ -105,6 +105,12 @@ def test_openmoe_by_hand():
     assert count("openmoe-8b").total == 256_384 * 2048 + layers + 2048
 
 
+@pytest.mark.parametrize(("name", "coefficient"), [("mixtral-8x7b", 0.02), ("mixtral-8x22b", 0.001)])
+def test_mixtral_has_the_balance_weight_of_its_config_json(name, coefficient):
+    """`router_aux_loss_coef` weighs a loss that is k = 2 at balance, where the zoo's is 1."""
+    assert zoo.preset(name).moe.balance_weight == 2 * coefficient
+
+
 def test_llama_comes_with_the_recipe_of_its_table():
     table = {"7b": (3e-4, 1.0), "13b": (3e-4, 1.0), "33b": (1.5e-4, 1.4), "65b": (1.5e-4, 1.4)}
     for size, (learning_rate, trillions) in table.items():
