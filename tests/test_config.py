@@ -52,7 +52,7 @@ def test_a_pattern_becomes_stages():
     # equal blocks of the prefix are scanned together
     config = ModelConfig(n_layers=61, prefix=(PLAIN,) * 3, moe=SparseConfig())
     assert shape(config) == [(3, [(None, False)]), (58, [(None, True)])]
-    assert shape(dataclasses.replace(config, n_layers=3)) == [(3, [(None, False)])]
+    assert shape(dataclasses.replace(config, n_layers=3, moe=None)) == [(3, [(None, False)])]
 
 
 def test_derived_sizes():
@@ -116,6 +116,14 @@ WRONG = [
     (lambda: ModelConfig(dropout=1.0), "model.dropout=1.0 must lie between 0 and 0.99"),
     (lambda: ModelConfig(pattern=()), "model.pattern=\\(\\) needs at least one block"),
     (lambda: ModelConfig(n_layers=1, prefix=(PLAIN, PLAIN)), "model.prefix=.* is longer than model.n_layers=1"),
+    (
+        lambda: ModelConfig(n_layers=3, prefix=(PLAIN,) * 3, moe=SparseConfig()),
+        "model.n_layers=3 ends before block 4, the first that has model.moe; set at least 4, or model.moe to None",
+    ),
+    (
+        lambda: ModelConfig(prefix=(PLAIN,), pattern=(PLAIN, PLAIN), moe=DenseConfig()),
+        "model.pattern=.* has no block for model.moe; set mixture=True in one, or model.moe to None",
+    ),
     (lambda: ModelConfig(moe=SoftConfig(segment_length=None)), "model.moe.segment_length=None lets a token see later"),
     (lambda: SparseConfig(n_experts=4, top_k=5), "model.moe.top_k=5 is more than model.moe.n_experts=4"),
     (

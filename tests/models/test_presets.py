@@ -121,6 +121,7 @@ def test_llama_comes_with_the_recipe_of_its_table():
 def test_fields_can_be_replaced():
     config = zoo.preset("mixtral-8x7b", n_layers=2, moe=SparseConfig(n_experts=4))
     assert (config.n_layers, config.moe.n_experts, config.d_model) == (2, 4, 4096)
+    assert zoo.preset("openmoe-8b", n_layers=2, moe=None).n_layers == 2
 
 
 @pytest.mark.parametrize(
@@ -128,6 +129,11 @@ def test_fields_can_be_replaced():
     [
         ("mixtral-8x7", {}, "preset='mixtral-8x7' is not the name of a preset; did you mean mixtral-8x7b"),
         ("gpt2", {"n_layer": 2}, "preset: n_layer is not a field of ModelConfig; did you mean n_layers"),
+        (
+            "openmoe-8b",
+            {"n_layers": 2},
+            "model.n_layers=2 ends before block 6, the first that has model.moe; set at least 6, or model.moe to None",
+        ),
         ("gpt2", {"n_heads": 7}, "model.d_model=768 is not a multiple of model.n_heads=7"),
     ],
 )

@@ -45,7 +45,7 @@ class ModelConfig(Section):
         d_ff: F, hidden width of a plain FFN; None means 8/3 D for a GLU and 4 D otherwise, up to a multiple of
             d_ff_multiple.
         d_ff_multiple: of a derived d_ff.
-        moe: the mixture of experts, or None for plain FFNs.
+        moe: the mixture of experts, or None for plain FFNs; at least one of the n_layers has to have it.
         prefix: blocks before the pattern (DeepSeek's dense first layers).
         pattern: blocks repeated until there are n_layers of them.
         attention_bias: the projections of attention that have a bias, among q, k, v and o.
@@ -174,6 +174,7 @@ class ModelConfig(Section):
         self._check_parts()
         if self.moe is not None:
             self.moe.require_causal()
+            self._check_mixture()
 
     def _check_heads(self):
         kv_heads = self.n_kv_heads or self.n_heads
@@ -185,6 +186,17 @@ class ModelConfig(Section):
         )
         repeated = len(set(self.attention_bias)) < len(self.attention_bias)
         self.require(not repeated, "attention_bias", "names a projection twice")
+
+    def _check_mixture(self):
+        first = next((i for i, block in enumerate(self.prefix + self.pattern, 1) if block.mixture), None)
+        self.require(
+            first is not None, "pattern", "has no block for model.moe; set mixture=True in one, or model.moe to None"
+        )
+        self.require(
+            self.n_layers >= first,
+            "n_layers",
+            f"ends before block {first}, the first that has model.moe; set at least {first}, or model.moe to None",
+        )
 
     def _check_positions(self):
         rotary = self.position == "rope"

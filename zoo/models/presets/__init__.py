@@ -65,6 +65,8 @@ def find_preset(name: str) -> Preset:
 def preset(name: str, **overrides: Any) -> ModelConfig:
     """A published architecture, with any fields of ModelConfig replaced: `preset("mixtral-8x7b", n_layers=2)`.
 
+    Fewer layers are the first ones; where the mixture comes only after them, it is refused, and `moe=None` is a way.
+
     Computation is in bfloat16 and parameters are float32, the usual way to train; both can be replaced.
 
     Raises:
