@@ -190,6 +190,7 @@ WRONG = [
         lambda: SparseConfig(n_groups=8, top_groups=4, group_score="top2_sum"),
         "model.moe.group_score='top2_sum' needs groups of 2 or more; they have 1",
     ),
+    (lambda: SparseConfig(n_groups=2), "model.moe.n_groups=2 needs top_groups, device_weight or communication_weight"),
     (lambda: SparseConfig(n_groups=2, n_null_experts=1), "model.moe.n_null_experts=1 belong to no group"),
     (lambda: SparseConfig(overflow="reroute"), "model.moe.overflow='reroute' needs a capacity_factor"),
     (
@@ -266,6 +267,69 @@ WRONG = [
     (lambda: from_dict(ModelConfig, {"moe": {"kind": ["hard"]}}), "moe.kind=\\['hard'\\] is not one of sparse, dense"),
     (lambda: from_dict(ModelConfig, {"moe": {"kind": "hard"}}), "moe.kind='hard' is not one of sparse, dense, soft"),
 ]
+
+
+# What has an effect only beside another field: the settings, and what the message says.
+IDLE = [
+    (ModelConfig, {"rope_theta": 5e5, "position": "alibi"}, "model.position='rope'", "model.position='alibi'", 1e4),
+    (ModelConfig, {"rope_fraction": 0.5, "position": "none"}, "model.position='rope'", "model.position='none'", 1.0),
+    (
+        ModelConfig,
+        {"rope_interleaved": True, "position": "alibi"},
+        "model.position='rope'",
+        "model.position='alibi'",
+        False,
+    ),
+    (ModelConfig, {"d_ff_multiple": 64, "d_ff": 100}, "model.d_ff=None", "model.d_ff=100", 32),
+    (SparseConfig, {"group_score": "top2_sum"}, "model.moe.top_groups", "model.moe.top_groups=None", "'max'"),
+    (SparseConfig, {"shared_in_top_k": True}, "model.moe.n_shared_experts", "model.moe.n_shared_experts=0", False),
+    (
+        SparseConfig,
+        {"selection_bias_rate": 0.01},
+        "model.moe.selection_bias=True",
+        "model.moe.selection_bias=False",
+        0.001,
+    ),
+    (DataConfig, {"text_field": "body", "sources": (Source("a"),)}, r"data.sources=\(\)", "data.sources=.*", "'text'"),
+    (
+        DataConfig,
+        {"vocab_size": 999, "tokenizer": "bytes"},
+        "data.tokenizer='senten.*'",
+        "data.tokenizer='bytes'",
+        2048,
+    ),
+    (DataConfig, {"tokenizer_model": "x", "tokenizer": "bytes"}, "data.tokenizer='senten.*'", "data.token.*", None),
+    (OptimizerConfig, {"muon_learning_rate": 0.1}, "optimizer.name='muon'", "optimizer.name='adamw'", 0.02),
+    (OptimizerConfig, {"muon_momentum": 0.9, "name": "lion"}, "optimizer.name='muon'", "optimizer.name='lion'", 0.95),
+    (OptimizerConfig, {"beta1": 0.8, "name": "adafactor"}, "optimizer.name='adamw' or 'lion' or 'muon'", ".*", 0.9),
+    (OptimizerConfig, {"beta2": 0.8, "name": "adafactor"}, "optimizer.name='adamw' or 'lion' or 'muon'", ".*", 0.95),
+    (OptimizerConfig, {"eps": 1e-6, "name": "lion"}, "optimizer.name='adamw' or 'muon'", "optimizer.name=.*", 1e-08),
+    (OptimizerConfig, {"decay_fraction": 0.5}, "optimizer.schedule='wsd'", "optimizer.schedule='cosine'", 0.2),
+    (OptimizerConfig, {"min_ratio": 0.0, "schedule": "constant"}, "optimizer.schedule='cosine' or .*", ".*", 0.1),
+]
+
+
+@pytest.mark.parametrize(("cls", "fields", "needed", "given", "default"), IDLE)
+def test_what_has_no_effect_is_refused(cls, fields, needed, given, default):
+    name = next(iter(fields))
+    with pytest.raises(
+        ConfigError, match=rf"^{cls.section}.{name}=.* needs {needed}, not {given}; leave it at {default}$"
+    ):
+        cls(**fields)
+
+
+def test_every_field_that_needs_another_is_tried():
+    tried = {(cls, next(iter(settings))) for cls, settings, *_ in IDLE}
+    for cls in (DataConfig, OptimizerConfig, SparseConfig):
+        assert set(cls.needs) == {name for other, name in tried if other is cls}
+
+
+def test_what_loses_its_effect_goes_back_to_its_default():
+    model = ModelConfig(rope_theta=5e5, rope_fraction=0.5, d_ff_multiple=64)
+    assert model.changed(position="alibi") == ModelConfig(position="alibi", d_ff_multiple=64)
+    assert model.changed(n_layers=2) == dataclasses.replace(model, n_layers=2)
+    with pytest.raises(ConfigError, match=r"model.rope_theta=7.0 needs model.position='rope'"):
+        model.changed(position="alibi", rope_theta=7.0)
 
 
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])

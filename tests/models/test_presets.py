@@ -122,6 +122,7 @@ def test_fields_can_be_replaced():
     config = zoo.preset("mixtral-8x7b", n_layers=2, moe=SparseConfig(n_experts=4))
     assert (config.n_layers, config.moe.n_experts, config.d_model) == (2, 4, 4096)
     assert zoo.preset("openmoe-8b", n_layers=2, moe=None).n_layers == 2
+    assert zoo.preset("llama3-8b", position="alibi").rope_theta == zoo.ModelConfig().rope_theta
 
 
 @pytest.mark.parametrize(

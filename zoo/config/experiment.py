@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from zoo.config.model import ModelConfig
-from zoo.config.section import Section
+from zoo.config.section import Needs, Section
 from zoo.config.serialize import flat, to_dict
 
 
@@ -67,6 +67,11 @@ class DataConfig(Section):
     cache_dir: str | None = None
 
     section: ClassVar[str] = "data"
+    needs: ClassVar[Needs] = {
+        "text_field": ("sources", ((),)),
+        "vocab_size": ("tokenizer", ("sentencepiece",)),
+        "tokenizer_model": ("tokenizer", ("sentencepiece",)),
+    }
     # Where things lie does not change what is learned.
     speed_fields: ClassVar[tuple[str, ...]] = ("cache_dir",)
 
@@ -74,11 +79,6 @@ class DataConfig(Section):
         super().__post_init__()
         self.require_at_least(8, "vocab_size")
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must lie between 0 and 1, both excluded")
-        self.require(
-            self.tokenizer_model is None or self.tokenizer == "sentencepiece",
-            "tokenizer_model",
-            f"needs data.tokenizer='sentencepiece', not {self.named('tokenizer')}",
-        )
         self.require(not self.sources or self.path is None, "path", "stands beside data.sources; give one of them")
         paths = [source.path for source in self.sources]
         self.require(
@@ -128,6 +128,15 @@ class OptimizerConfig(Section):
     ema_decay: float | None = None
 
     section: ClassVar[str] = "optimizer"
+    needs: ClassVar[Needs] = {
+        "muon_learning_rate": ("name", ("muon",)),
+        "muon_momentum": ("name", ("muon",)),
+        "beta1": ("name", ("adamw", "lion", "muon")),
+        "beta2": ("name", ("adamw", "lion", "muon")),
+        "eps": ("name", ("adamw", "muon")),
+        "min_ratio": ("schedule", ("cosine", "linear", "wsd")),
+        "decay_fraction": ("schedule", ("wsd",)),
+    }
 
     def __post_init__(self):
         super().__post_init__()

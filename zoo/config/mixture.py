@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from zoo.config.section import ConfigError, Section, nearest
+from zoo.config.section import SET, ConfigError, Needs, Section, nearest
 
 
 @dataclass(frozen=True)
@@ -124,6 +124,11 @@ class SparseConfig(MixtureConfig):
     communication_weight: float = 0.0
 
     kind: ClassVar[str] = "sparse"
+    needs: ClassVar[Needs] = {
+        "shared_in_top_k": ("n_shared_experts", SET),
+        "selection_bias_rate": ("selection_bias", (True,)),
+        "group_score": ("top_groups", SET),
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,6 +160,12 @@ class SparseConfig(MixtureConfig):
             self.n_groups == 1 or self.n_null_experts == 0, "n_null_experts", "belong to no group; set n_groups to 1"
         )
         if self.top_groups is None:
+            grouped = self.device_weight > 0 or self.communication_weight > 0
+            self.require(
+                self.n_groups == 1 or grouped,
+                "n_groups",
+                "needs top_groups, device_weight or communication_weight, which are not set; leave it at 1",
+            )
             return
         size = self.n_experts // self.n_groups
         self.require(self.top_groups <= self.n_groups, "top_groups", f"is more than {self.named('n_groups')}")

@@ -23,7 +23,7 @@ from zoo.config.block import (
 )
 from zoo.config.mixture import Mixture
 from zoo.config.position import LongRopeScaling, RopeScaling
-from zoo.config.section import Section
+from zoo.config.section import Needs, Section
 
 Remat = Literal["none", "full", "dots", "dots_no_batch"]
 
@@ -153,6 +153,18 @@ class ModelConfig(Section):
     unroll: bool = False
 
     section: ClassVar[str] = "model"
+    needs: ClassVar[Needs] = {
+        "d_ff_multiple": ("d_ff", (None,)),
+        "position_rows": ("position", ("learned",)),
+        "position_offset": ("position", ("learned",)),
+        "rope_theta": ("position", ("rope",)),
+        "rope_fraction": ("position", ("rope",)),
+        "rope_interleaved": ("position", ("rope",)),
+        "rope_scaling": ("position", ("rope",)),
+        "glu_clamp": ("glu", (True,)),
+        "norm_bias": ("norm_scale", (True,)),
+        "norm_unit_offset": ("norm_scale", (True,)),
+    }
     # These change speed and memory, never a parameter or a number that matters to a run.
     speed_fields: ClassVar[tuple[str, ...]] = ("remat", "unroll")
 
@@ -200,9 +212,6 @@ class ModelConfig(Section):
 
     def _check_positions(self):
         rotary = self.position == "rope"
-        for name, default in (("rope_fraction", 1.0), ("rope_interleaved", False), ("rope_scaling", None)):
-            set_here = getattr(self, name) != default
-            self.require(rotary or not set_here, name, f"needs model.position='rope', not {self.named('position')}")
         for block in self.prefix + self.pattern:
             block.require(
                 rotary or block.rope_theta is None,
@@ -217,10 +226,6 @@ class ModelConfig(Section):
             f"gives {turning} components that turn; rotary positions need an even number",
         )
         self.require(not rotary or turning > 0, "rope_fraction", "leaves no component of a head that turns")
-        learned = self.position == "learned"
-        for name, default in (("position_rows", None), ("position_offset", 0)):
-            set_here = getattr(self, name) != default
-            self.require(learned or not set_here, name, f"needs model.position='learned', not {self.named('position')}")
         self.require(
             self.position_rows is None or self.position_rows >= self.context_length,
             "position_rows",
@@ -234,16 +239,11 @@ class ModelConfig(Section):
                 )
 
     def _check_parts(self):
-        self.require(self.glu or self.glu_clamp is None, "glu_clamp", f"needs model.glu=True, not {self.named('glu')}")
         self.require(
             self.swish_beta == 1 or self.activation.startswith("swish"),
             "swish_beta",
             f"needs activation 'swish' or 'swish_learned', not {self.named('activation')}",
         )
-        for name in ("norm_bias", "norm_unit_offset"):
-            self.require(
-                self.norm_scale or not getattr(self, name), name, f"needs model.norm_scale=True, not {self.norm_scale}"
-            )
         self.require(
             self.parallel is None or self.norm_placement == "pre",
             "parallel",

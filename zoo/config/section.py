@@ -9,7 +9,12 @@ import sys
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+# Field -> another field, and the values of that one with which the first has an effect.
+Needs = dict[str, tuple[str, tuple[Any, ...]]]
+# Any value but None, 0 and False.
+SET = ("a value",)
 
 
 class ConfigError(ValueError):
@@ -17,14 +22,26 @@ class ConfigError(ValueError):
 
 
 class Section:
-    """A part of an experiment; its messages name fields by their full path, as the command line spells them."""
+    """A part of an experiment; its messages name fields by their full path, as the command line spells them.
+
+    Attributes:
+        needs: which fields have an effect only beside certain values of others.
+    """
 
     section: ClassVar[str]
+    needs: ClassVar[Needs] = {}
 
     def __post_init__(self):
         self.require_types()
         self.require_choices()
         self.require_finite()
+        self.require_effect()
+
+    def changed(self, **fields: Any) -> Self:
+        """`dataclasses.replace`, where a field that has no effect any more goes back to its default."""
+        needs = {name: need for name, need in self.needs.items() if name not in fields and need[0] in fields}
+        idle = [name for name, (other, values) in needs.items() if not _among(fields[other], values)]
+        return dataclasses.replace(self, **{name: _default(self, name) for name in idle}, **fields)
 
     def named(self, name: str) -> str:
         """`section.field=value`, for messages."""
@@ -45,6 +62,18 @@ class Section:
         """Raises ConfigError where a field lies outside [low, high]."""
         for name in names:
             self.require(low <= getattr(self, name) <= high, name, f"must lie between {low} and {high}")
+
+    def require_effect(self) -> None:
+        """Raises ConfigError where a field is set that has no effect beside the others, by `needs`."""
+        for name, (other, values) in self.needs.items():
+            default, wanted = _default(self, name), f"{self.section}.{other}"
+            if values is not SET:
+                wanted += "=" + " or ".join(map(repr, values))
+            self.require(
+                getattr(self, name) == default or _among(getattr(self, other), values),
+                name,
+                f"needs {wanted}, not {self.named(other)}; leave it at {default!r}",
+            )
 
     def require_types(self) -> None:
         """Raises ConfigError where a field holds a value of another type than it declares.
@@ -72,6 +101,14 @@ class Section:
             numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
             finite = all(abs(x) <= sys.float_info.max for x in numbers)
             self.require(finite, name, f"must be {'finite numbers' if isinstance(value, tuple) else 'a finite number'}")
+
+
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
+    return bool(value) if values is SET else value in values
+
+
+def _default(section: Section, name: str) -> Any:
+    return type(section).__dataclass_fields__[name].default
 
 
 @functools.cache

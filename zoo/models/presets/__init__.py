@@ -67,6 +67,8 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
 
     Fewer layers are the first ones; where the mixture comes only after them, it is refused, and `moe=None` is a way.
 
+    What an override leaves without effect goes back to its default: `position="alibi"` drops the rope_theta.
+
     Computation is in bfloat16 and parameters are float32, the usual way to train; both can be replaced.
 
     Raises:
@@ -77,4 +79,4 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
     for field in overrides:
         if field not in fields:
             raise ConfigError(f"preset: {field} is not a field of ModelConfig{nearest(field, fields)}")
-    return dataclasses.replace(model, **overrides)
+    return model.changed(**overrides)
