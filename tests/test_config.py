@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import fields
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from zoo.config import (
@@ -369,6 +371,34 @@ def test_every_field_refuses_values_of_other_types(cls, name, hint):
 def test_every_float_is_finite(cls, name, value):
     with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}={value} must be a finite number$"):
         cls(**{name: value})
+
+
+@pytest.mark.parametrize(("cls", "name"), FLOATS)
+@pytest.mark.parametrize("value", [1e300, -3.5e38, 1e-300])
+def test_every_float_is_one_of_float32(cls, name, value):
+    with pytest.raises(
+        ConfigError, match=rf"^{cls.section}\.{name}={re.escape(str(value))} is beyond float32; a number"
+    ):
+        cls(**{name: value})
+
+
+def test_the_ends_of_float32_are_in_it():
+    info = np.finfo(np.float32)
+    ends = (float(info.smallest_normal), float(info.max))
+    assert LongRopeScaling(short_factors=ends).short_factors == ends
+    for beyond in (ends[0] * 0.999, ends[1] * 1.001):
+        with pytest.raises(ConfigError, match=r"short_factors=.* is beyond float32"):
+            LongRopeScaling(short_factors=(1.0, beyond))
+
+
+SIZES = [(cls, name) for cls, name, hint in FIELDS if int in (hint, *typing.get_args(hint)) and cls is not MeshConfig]
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, name in SIZES if name != "seed"])
+def test_every_size_is_less_than_2_to_the_31(cls, name):
+    beside = {"position": "learned"} if name.startswith("position") else {}
+    with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}=1000000000000 must be less than 2\^31"):
+        cls(**{name: 10**12}, **beside)
 
 
 def test_every_float_of_a_tuple_is_finite():

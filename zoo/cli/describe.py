@@ -10,7 +10,7 @@ from typing import Any, Literal
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
 from zoo.config import DataConfig, Experiment
-from zoo.models.presets import Preset, find_preset, preset
+from zoo.models.presets import Preset, find_preset, preset, preset_names
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def compare(args: Sequence[str]) -> int:
 def _named(name: str, is_preset: bool | None = None) -> Experiment:
     """A config file's experiment, or one of a preset; a vocabulary that the file leaves open is the tokenizer's."""
     if is_preset is None:
-        is_preset = not (name.endswith(".py") or pathlib.Path(name).is_file())
+        is_preset = name in preset_names() or not (name.endswith(".py") or pathlib.Path(name).exists())
     if is_preset:
         return Experiment(name, model=preset(name))
     experiment = load_experiment(name)

@@ -64,6 +64,8 @@ def _check(given: Trace) -> None:
 
 def _writable(path: Path) -> Path:
     """The path of a page; what is no page stays what it is."""
+    if path.is_dir():
+        raise OptionError(f"--html {path} is a folder; give the name of a file in it")
     if path.exists() and "zoo trace" not in path.read_text(encoding="utf-8", errors="replace")[:500]:
         raise OptionError(f"--html {path} exists and is no page of zoo trace; choose another name")
     if not path.absolute().parent.is_dir():

@@ -17,6 +17,10 @@ Needs = dict[str, tuple[str, tuple[Any, ...]]]
 SET = ("a value",)
 
 
+# The smallest normal number and the largest; this room does without NumPy.
+FLOAT32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
+
+
 class ConfigError(ValueError):
     """A setting that cannot work; the message names the field, its value and what was expected."""
 
@@ -53,10 +57,11 @@ class Section:
             raise ConfigError(f"{self.named(name)} {expected}")
 
     def require_at_least(self, low: float, *names: str) -> None:
-        """Raises ConfigError where a field that is set lies below `low`."""
+        """Raises ConfigError where a field that is set lies below `low`, or is a size or count beyond int32."""
         for name in names:
             value = getattr(self, name)
             self.require(value is None or value >= low, name, f"must be at least {low}")
+            self.require(not isinstance(value, int) or value < 2**31, name, "must be less than 2^31")
 
     def require_between(self, low: float, high: float, *names: str) -> None:
         """Raises ConfigError where a field lies outside [low, high]."""
@@ -95,12 +100,14 @@ class Section:
                 self.require(False, name, f"is not one of {', '.join(map(str, choices))}{nearest(value, choices)}")
 
     def require_finite(self) -> None:
-        """Raises ConfigError where a number is infinite or NaN."""
+        """Raises ConfigError where a number is infinite, NaN, or so large or small that float32 has none like it."""
         for name in _hints(type(self)):
             value = getattr(self, name)
-            numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
-            finite = all(abs(x) <= sys.float_info.max for x in numbers)
+            numbers = [abs(x) for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+            finite = all(x <= sys.float_info.max for x in numbers)
             self.require(finite, name, f"must be {'finite numbers' if isinstance(value, tuple) else 'a finite number'}")
+            held = all(x == 0 or FLOAT32[0] <= x <= FLOAT32[1] for x in numbers)
+            self.require(held, name, "is beyond float32; a number is 0, or from 1.2e-38 to 3.4e38 in size")
 
 
 def _among(value: Any, values: tuple[Any, ...]) -> bool:
