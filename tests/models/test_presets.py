@@ -118,6 +118,27 @@ def test_llama_comes_with_the_recipe_of_its_table():
         assert recipe == (recipe.__class__)(learning_rate, 4e6, trillions * 1e12)
 
 
+def test_llamas_recipes_are_settings():
+    """LLaMA 1, table 2 and section 2.3; LLaMA 2, table 1 and section 2.2."""
+    rows = {"llama-7b": (3e-4, 2048, 1.0e12), "llama-65b": (1.5e-4, 2048, 1.4e12), "llama2-70b": (1.5e-4, 4096, 2.0e12)}
+    for name, (learning_rate, length, tokens) in rows.items():
+        experiment = zoo.recipe(name)
+        rule, train = experiment.optimizer, experiment.train
+        assert (rule.name, rule.learning_rate, rule.beta1, rule.beta2) == ("adamw", learning_rate, 0.9, 0.95)
+        assert (rule.weight_decay, rule.clip_norm) == (0.1, 1.0)
+        assert (rule.schedule, rule.warmup_steps, rule.min_ratio) == ("cosine", 2000, 0.1)
+        assert (rule.decay_fraction, rule.final_decay_steps, rule.ema_decay) == (0.2, 0, None)
+        assert experiment.model == zoo.preset(name) and experiment.model.context_length == length
+        assert train.batch_size * length == pytest.approx(4e6, abs=length / 2)
+        assert train.steps * train.batch_size * length == pytest.approx(tokens, rel=1e-5)
+    assert zoo.recipe("llama2-7b").optimizer.eps == 1e-5
+    for name in ("gpt2", "palm-540b"):
+        with pytest.raises(
+            ConfigError, match=f"preset='{name}' comes without a recipe .* there are those of llama-7b, "
+        ):
+            zoo.recipe(name)
+
+
 def test_fields_can_be_replaced():
     config = zoo.preset("mixtral-8x7b", n_layers=2, moe=SparseConfig(n_experts=4))
     assert (config.n_layers, config.moe.n_experts, config.d_model) == (2, 4, 4096)

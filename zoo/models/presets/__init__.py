@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-from zoo.config import ConfigError, ModelConfig, nearest
+from zoo.config import ConfigError, Experiment, ModelConfig, TrainConfig, nearest
 from zoo.models.presets import (
     bloom,
     deepseek,
@@ -23,7 +23,7 @@ from zoo.models.presets import (
 )
 from zoo.models.presets.preset import Preset, Recipe
 
-__all__ = ["Preset", "Recipe", "find_preset", "preset", "preset_names"]
+__all__ = ["Preset", "Recipe", "find_preset", "preset", "preset_names", "recipe"]
 
 _FAMILIES = (
     gpt,
@@ -80,3 +80,22 @@ def preset(name: str, **overrides: Any) -> ModelConfig:
         if field not in fields:
             raise ConfigError(f"preset: {field} is not a field of ModelConfig{nearest(field, fields)}")
     return model.changed(**overrides)
+
+
+def recipe(name: str) -> Experiment:
+    """A published architecture with the optimizer, batch and steps of its authors: `recipe("llama-7b")`.
+
+    A batch holds the published number of tokens in rows of the model's context, rounded to whole rows, and there are
+    as many steps as bring the published tokens in all. Data and mesh are the defaults, and not those of the authors.
+
+    Raises:
+        ConfigError: there is no such preset (names the nearest), or the zoo lacks a part of its recipe.
+    """
+    found = find_preset(name)
+    if found.recipe is None or found.optimizer is None:
+        whole = ", ".join(other for other, p in _PRESETS.items() if p.recipe and p.optimizer)
+        raise ConfigError(f"preset={name!r} comes without a recipe that the zoo can follow; there are those of {whole}")
+    length = found.model.context_length
+    batch_size = round(found.recipe.batch_tokens / length)
+    train = TrainConfig(steps=round(found.recipe.tokens / (batch_size * length)), batch_size=batch_size)
+    return Experiment(name, found.model, optimizer=found.optimizer, train=train)
