@@ -433,6 +433,8 @@ def test_screen(capsys):
         ("describe --preset gpt2 --tokens=-1", "--tokens -1.0 must be a positive number, at most 1e30"),
         ("describe --preset=", "preset='' is not the name of a preset"),
         ("describe --preset gpt2 --tokens 1e308", "--tokens 1e[+]308 must be a positive number, at most 1e30"),
+        ("describe --all --length 5", "--all is a table in Markdown and has no --length; ask for one --preset"),
+        ("describe --preset gpt2 --mfu 0.5", "--mfu 0.5 is a share of a device's peak; it needs --device"),
         ("describe --all --json", "--all is a table in Markdown and has no --json"),
         ("compare gpt2", "zoo compare needs two presets or config files before any option; 1 are given"),
         ("compare gpt2 gpt3", "preset='gpt3' is not the name of a preset"),

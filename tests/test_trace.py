@@ -338,6 +338,7 @@ def test_a_run_begins_as_its_documents_did(monkeypatch, capsys):
             ["--preset", "gpt2", "--text", "a", "--html", "docs"],
             "--html docs is a folder; give the name of a file in it",
         ),
+        (["--model", "x", "--text", "a", "--seed", "3"], "--seed 3 is of random weights, and those of --model x are"),
         (["--preset", "gpt2", "--text", "a", "--html", "README.md"], "--html README.md exists and is no page of zoo"),
         (["--preset", "gpt2", "--text", "a", "--txet", "b"], "there is no option --txet; did you mean --text?"),
         (["--model", "no/such/run", "--text", "a"], "there is no run directory no/such/run"),

@@ -127,8 +127,12 @@ def _check(given: Describe) -> None:
         raise OptionError(f"--tokens {given.tokens} must be a positive number, at most 1e30")
     if not 1e-6 <= given.mfu <= 1:
         raise OptionError(f"--mfu {given.mfu} must lie between 1e-6 and 1")
-    if given.all and given.json:
-        raise OptionError("--all is a table in Markdown and has no --json; ask for one --preset")
+    if given.mfu != Describe.mfu and given.device is None:
+        raise OptionError(f"--mfu {given.mfu} is a share of a device's peak; it needs --device")
+    asked = [f.name for f in dataclasses.fields(given) if f.name != "all" and getattr(given, f.name) != f.default]
+    if given.all and asked:
+        option = asked[0].replace("_", "-")
+        raise OptionError(f"--all is a table in Markdown and has no --{option}; ask for one --preset")
 
 
 def compare(args: Sequence[str]) -> int:

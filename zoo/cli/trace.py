@@ -58,6 +58,8 @@ def _check(given: Trace) -> None:
         raise OptionError('zoo trace needs --text "...", the sentence')
     if given.layers is not None and given.layers < 1:
         raise OptionError(f"--layers {given.layers} must be at least 1")
+    if given.model is not None and given.seed != Trace.seed:
+        raise OptionError(f"--seed {given.seed} is of random weights, and those of --model {given.model} are trained")
     if not 0 <= given.seed < 2**32:
         raise OptionError(f"--seed {given.seed} must be at least 0 and less than 2^32")
 
