@@ -1,7 +1,10 @@
 """Experts spread over a mesh give what they give on one device: values and gradients, and with empty experts."""
 
+import dataclasses
 import functools
+import re
 
+import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,10 +12,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from zoo.config import ConfigError, MeshConfig
+from zoo.config import ConfigError, MeshConfig, ModelConfig, SparseConfig
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
-from zoo.layers.moe.experts import sorted_experts
+from zoo.layers.moe import build_moe, sorted_experts
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 
@@ -105,6 +108,65 @@ def test_biases_and_a_learned_beta():
     expected = values_and_grads(run(sorted_experts), inputs)
     for config in (MeshConfig(data=1, fsdp=2, expert=2, tensor=2), MeshConfig(data=2, tensor=4)):
         assert_equal(values_and_grads(run(MeshExperts(make_mesh(config))), inputs), expected)
+
+
+SPARSE = {"n_experts": E, "d_ff": F, "balance_weight": 0.01, "balance_scope": "sequence"}
+ROUTINGS = {
+    "dropless": SparseConfig(**SPARSE),
+    "capacity": SparseConfig(**SPARSE, capacity_factor=0.5),
+    "rerouted": SparseConfig(**SPARSE, capacity_factor=0.5, overflow="reroute"),
+    "experts choose": SparseConfig(n_experts=E, d_ff=F, choice="expert", capacity_factor=0.5),
+}
+B, T = 8, 8
+
+
+def mixture(routing, experts=sorted_experts):
+    """params, x -> a loss of output and statistics of a mixture in training; and both."""
+    (stage,) = ModelConfig(d_model=D, n_heads=2, n_layers=1).expand()
+    module = build_moe(dataclasses.replace(stage.blocks[0], moe=ROUTINGS[routing]), experts=experts)
+    # The last row is padding, and so is the end of the others.
+    mask = (jnp.arange(T) < T - 2) & (jnp.arange(B) < B - 1)[:, None]
+    at = {"positions": jnp.zeros((B, T), int), "segment_ids": mask.astype(int)}
+
+    def run(params, x):
+        y, stats, _ = module.apply({"params": params}, x, mask, deterministic=False, **at)
+        return jnp.sum(jnp.sin(y)) + jnp.vdot(stats.prob_sum, stats.counts), (y, stats)
+
+    return module, jax.jit(jax.value_and_grad(run, argnums=(0, 1), has_aux=True))
+
+
+@functools.cache
+def mixture_on_one_device(routing):
+    module, run = mixture(routing)
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.normal(size=(B, T, D)), jnp.float32)
+    ids = jnp.ones((B, T), int)
+    boxed = jax.eval_shape(lambda: module.init(jax.random.key(0), x, ids > 0, positions=ids, segment_ids=ids))
+    draw = lambda p: jnp.asarray(0.5 * rng.normal(size=p.shape), p.dtype)  # noqa: E731
+    params = jax.tree.map(draw, nn.meta.unbox(boxed)["params"])
+    return params, x, run(params, x)
+
+
+@pytest.mark.parametrize(
+    ("routing", "name"),
+    [(routing, "data 2, expert 4") for routing in ROUTINGS] + [("capacity", "fsdp 2, expert 2, tensor 2")],
+)
+def test_a_mixture_equals_one_device(routing, name):
+    """Output, routing statistics and gradients, dropless and with capacities, which count by sequence."""
+    params, x, expected = mixture_on_one_device(routing)
+    assert (expected[0][1][1].dropped > 0) == (routing in ("capacity", "rerouted"))
+    _, run = mixture(routing, MeshExperts(make_mesh(MESHES[name])))
+    assert_equal(run(params, x), expected)
+
+
+@pytest.mark.parametrize(("routing", "rows"), [("dropless", 4 * 8), ("capacity", 4 * 2)])
+def test_a_capacity_makes_the_exchange_smaller(routing, rows):
+    """4 parts of the experts, 8 tokens a device, and with a capacity 2 of them for any expert."""
+    params, x, _ = mixture_on_one_device(routing)
+    _, run = mixture(routing, MeshExperts(make_mesh(MESHES["data 2, expert 4"])))
+    lines = run.lower(params, x).as_text().splitlines()
+    sent = {re.search(r"-> tensor<(\d+)x8xf32>", line) for line in lines if "stablehlo.all_to_all" in line} - {None}
+    assert {int(found[1]) for found in sent} == {rows}
 
 
 def as_a_receiver_sees_it(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):

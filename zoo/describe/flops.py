@@ -114,7 +114,11 @@ class _Experts:
         if isinstance(moe, SparseConfig):
             self.share = Fraction(moe.n_experts, moe.n_experts + moe.n_null_experts)
 
-    def __call__(self, x: Array, indices: Array, weights: Array, params: FFNParams, hidden: HiddenUnits) -> Array:
+    def __call__(
+        self, x: Array, indices: Array, weights: Array, params: FFNParams, hidden: HiddenUnits, share: None
+    ) -> Array:
+        del share  # a capacity is training's
+
         def products(x: Array, weights: Array, params: FFNParams) -> Array:
             first = jax.tree.map(lambda p: p[0], params)
             # The weights keep the router's product among what is needed.

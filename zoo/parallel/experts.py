@@ -11,7 +11,7 @@ from jaxtyping import Array, Float, Int
 from zoo.config import ConfigError
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
-from zoo.layers.moe.experts import sorted_experts
+from zoo.layers.moe.experts import Share, most_rows, some_experts, sorted_experts
 from zoo.parallel.exchange import make_plan, send, send_back, send_dense
 from zoo.parallel.rules import BATCH_AXES, batch_parts
 
@@ -45,6 +45,7 @@ class MeshExperts:
         weights: Float[Array, "N k"],
         params: FFNParams,
         hidden: HiddenUnits,
+        share: Share | None = None,
     ) -> Float[Array, "N D"]:
         """y [N, D], as `sorted_experts`; tokens lie in batch order, so they split as rows of the batch do.
 
@@ -52,7 +53,7 @@ class MeshExperts:
             ConfigError: where the experts or their hidden units do not divide among their devices.
         """
         if self.mesh.size == 1:
-            return sorted_experts(x, indices, weights, params, hidden)
+            return sorted_experts(x, indices, weights, params, hidden, share)
         self._check(params)
         n_tokens, n_experts = x.shape[0], params.w_up.shape[0]
         # A single prompt may be too short to split evenly: tokens without an expert fill it up.
@@ -63,7 +64,7 @@ class MeshExperts:
         def local(x: Array, indices: Array, weights: Array, params: FFNParams) -> Array:
             x, indices, weights = _differing((x, indices, weights), ("tensor",))
             params = _once(_differing(params, ("data", "fsdp")))
-            y = _exchanged(x, indices, weights, params, hidden, self.mesh.shape["expert"])
+            y = _exchanged(x, indices, weights, params, hidden, share, self.mesh.shape["expert"])
             # Each part of the hidden units adds its share, in float32 whatever the dtype.
             return jax.lax.psum(y.astype(jnp.float32), "tensor").astype(y.dtype)
 
@@ -83,13 +84,22 @@ class MeshExperts:
                 )
 
 
-def _exchanged(x: Array, indices: Array, weights: Array, params: FFNParams, hidden: HiddenUnits, n_parts: int) -> Array:
+def _exchanged(
+    x: Array,
+    indices: Array,
+    weights: Array,
+    params: FFNParams,
+    hidden: HiddenUnits,
+    share: Share | None,
+    n_parts: int,
+) -> Array:
     """`sorted_experts` on one device of `n_parts` along `expert`, with its own tokens and its own experts."""
     n_local, (n_tokens, top_k) = params.w_up.shape[0], indices.shape
     if n_parts == 1:
-        return sorted_experts(x, indices, weights, params, hidden)
+        return sorted_experts(x, indices, weights, params, hidden, share)
     wanted = jnp.any(indices[:, :, None] // n_local == jnp.arange(n_parts), axis=1)
-    most, copies = n_tokens, min(top_k, n_parts)
+    n_rows, copies = most_rows(n_tokens, top_k, n_local, share), min(top_k, n_parts)
+    most = min(n_tokens, n_rows)
     plan = make_plan(wanted, "expert", most)
     rows = send(x, plan, "expert", most, copies)
     # Small beside the rows, so whole. Experts count from 1 here, since where nothing came there are zeros.
@@ -97,7 +107,7 @@ def _exchanged(x: Array, indices: Array, weights: Array, params: FFNParams, hidd
     weights, indices = jnp.split(send_dense(choices, plan, "expert", most), 2, axis=1)
     indices = indices.astype(jnp.int32) - 1
     first = jax.lax.axis_index("expert") * n_local
-    y = sorted_experts(rows, indices, weights, params, hidden, first)
+    y = some_experts(rows, indices, weights, params, hidden, first, n_parts * n_rows)
     return send_back(y, plan, "expert", most, copies)
 
 
