@@ -217,7 +217,7 @@ class MeshConfig(Section):
         data: copies of the model, each with its part of the batch.
         fsdp: parts that the batch and, by `zero`, the training state are split into.
         tensor: parts of every head group, hidden layer and vocabulary.
-        expert: parts of the experts.
+        expert: parts of the experts, and of the batch: tokens meet their experts by an exchange between these parts.
         context: parts of every sequence; in attention, keys and values go round them (arXiv 2310.01889).
         zero: what is split over fsdp (arXiv 1910.02054): 1 optimizer state, 2 gradients too, 3 parameters too.
     """

@@ -76,7 +76,7 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         state: its part of the training state.
-        activations: an estimate, without what the axes tensor and expert of a mesh split of them.
+        activations: an estimate, without what the axis tensor of a mesh splits of them.
         logits: the chunk that is ever in memory.
         logits_whole: of all of its tokens, which are never made.
     """
@@ -90,9 +90,10 @@ class DeviceMemory(NamedTuple):
 def device_memory(config: ModelConfig, specs: Any, question: Question) -> DeviceMemory:
     """What a device of the mesh holds in training, or a device alone, with its sequences; as `training_state`."""
     rows, length = question.batch_size, question.length
+    parts = 1 if question.mesh is None else question.mesh.context
     state = training_state(specs, question.optimizer, question.ema, question.mesh)
     whole, chunk = logit_bytes(config, rows, length, question.batch_parts)
-    return DeviceMemory(state, activation_bytes_per_token(config, length) * rows * length, chunk, whole)
+    return DeviceMemory(state, activation_bytes_per_token(config, length) * rows * length / parts, chunk, whole)
 
 
 def moments(specs: Any, optimizer: str) -> tuple[Any, ...]:
@@ -137,12 +138,12 @@ def kv_bytes_per_sequence(config: ModelConfig, length: int) -> int:
 
 
 # What the backward pass keeps of a token: c bytes of the compute dtype for each number that a product or a norm reads,
-# and the float32 weights of attention, which the present kernel keeps. A token has m rows of F hidden units and, in a
+# and attention's log sums in float32: its scores are made anew from queries and keys. A token has m rows of F hidden units and, in a
 # sparse mixture, as many copies; an FFN has n matrices.
 ACTIVATIONS = {
-    "none": "L (c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H T)",
-    "full": "L c D + one block's c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H T",
-    "dots": "L (c (3 D + 2 H h + 2 K h + (n - 1) m F) + 4 H T) + one block's",
+    "none": "L (c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H)",
+    "full": "L c D + one block's c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H",
+    "dots": "L c (3 D + H h + 2 K h + (n - 1) m F) + one block's",
     "dots_no_batch": "L c (3 D + H h + 2 K h + (n - 1) m F) + one block's",
 }
 
@@ -162,7 +163,7 @@ def activation_bytes_per_token(config: ModelConfig, length: int) -> float:
 def _kept(block: BlockConfig, remat: Remat, length: int) -> float:
     """Bytes that a block keeps of a token."""
     size, heads = itemsize(block.compute_dtype), block.n_heads * block.head_dim
-    keys, scores = 2 * block.n_kv_heads * block.head_dim, 4 * block.n_heads * length
+    keys, log_sums = 2 * block.n_kv_heads * block.head_dim, 4 * block.n_heads
     rows, width = _hidden(block)
     matrices, merged = 3 if block.glu else 2, 0.0
     if isinstance(block.moe, SoftConfig):
@@ -171,9 +172,9 @@ def _kept(block: BlockConfig, remat: Remat, length: int) -> float:
         return size * block.d_model
     if remat == "none":
         copies = rows * block.d_model if isinstance(block.moe, SparseConfig) else 0
-        return size * (4 * block.d_model + 2 * heads + keys + copies + matrices * rows * width) + scores + merged
+        return size * (4 * block.d_model + 2 * heads + keys + copies + matrices * rows * width) + log_sums + merged
     products = 3 * block.d_model + heads + keys + (matrices - 1) * rows * width
-    return merged + (size * products if remat == "dots_no_batch" else size * (products + heads) + scores)
+    return merged + size * products
 
 
 def _hidden(block: BlockConfig) -> tuple[int, int]:

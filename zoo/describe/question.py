@@ -6,6 +6,7 @@ from typing import NamedTuple
 from zoo.config import Experiment, MeshConfig
 from zoo.describe.devices import Device
 from zoo.parallel.mesh import mesh_sizes
+from zoo.parallel.rules import BATCH_AXES
 
 
 class Question(NamedTuple):
@@ -36,7 +37,11 @@ class Question(NamedTuple):
     @property
     def batch_parts(self) -> int:
         """Devices among which the sequences of a batch are split."""
-        return 1 if self.mesh is None else self.mesh.data * self.mesh.fsdp
+        return 1 if self.mesh is None else _parts(self.mesh)
+
+
+def _parts(mesh: MeshConfig) -> int:
+    return math.prod(getattr(mesh, axis) for axis in BATCH_AXES)
 
 
 def question_of(experiment: Experiment, n_devices: int | None = None) -> Question:
@@ -52,14 +57,15 @@ def question_of(experiment: Experiment, n_devices: int | None = None) -> Questio
     if n_devices is None:
         n_devices = math.prod(size for axis in config.axes if (size := getattr(config, axis)) != -1)
     sizes = dict(zip(config.axes, mesh_sizes(config, n_devices), strict=True))
+    mesh = MeshConfig(**sizes, zero=config.zero)
     rows = train.batch_size // train.micro_batches
     length = experiment.model.context_length
     return Question(
         length=length,
-        batch_size=math.ceil(rows / (sizes["data"] * sizes["fsdp"])),
+        batch_size=math.ceil(rows / _parts(mesh)),
         n_devices=n_devices,
         optimizer=experiment.optimizer.name,
         ema=experiment.optimizer.ema_decay is not None,
-        mesh=MeshConfig(**sizes, zero=config.zero),
+        mesh=mesh,
         tokens=float(train.steps * train.batch_size * length),
     )

@@ -16,7 +16,9 @@ from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 from zoo.config import ConfigError
 from zoo.layers.logical import Axes, ParamSpec, is_spec
 
-BATCH_AXES = ("data", "fsdp")
+# Over `expert` too: a device has some of the experts and some of the tokens, and they meet in the experts alone
+# (parallel/experts.py). Were tokens whole there, every part of the experts would compute the same attention.
+BATCH_AXES = ("data", "fsdp", "expert")
 # Where arrays lie depends on the sizes of the axes alone, so that it can be asked without such devices.
 AnyMesh = Mesh | AbstractMesh
 
@@ -195,23 +197,23 @@ _ABSENT: Any = object()
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For arrays [B, ...]: rows split over data and fsdp, the same on every tensor and expert part."""
+    """For arrays [B, ...]: rows split over data, fsdp and expert, the same on every tensor part."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def rows_divide(rows: int, mesh: Mesh) -> bool:
-    """Whether the devices of data and fsdp can each take the same number of rows."""
-    return rows % math.prod(mesh.shape[axis] for axis in BATCH_AXES) == 0
+def batch_parts(mesh: Mesh) -> int:
+    """Into how many parts the mesh splits the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def check_batch(setting: str, rows: int, mesh: Mesh) -> None:
-    """Raises ConfigError where `rows` computed at a time do not divide among the devices of data and fsdp.
+    """Raises ConfigError where `rows` computed at a time do not divide among the devices of BATCH_AXES.
 
     Args:
         setting: where the rows come from, e.g. "train.batch_size=12 in train.micro_batches=2 parts".
     """
-    if not rows_divide(rows, mesh):
-        parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    parts = batch_parts(mesh)
+    if rows % parts:
         axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
         raise ConfigError(
             f"{setting} gives {rows} rows at a time, not a multiple of {axes}; choose a multiple of {parts}"
