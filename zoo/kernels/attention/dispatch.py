@@ -1,14 +1,17 @@
 """Which backend computes attention: each says what it cannot do, and `auto` takes the first of a device that can."""
 
+import logging
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from typing import NamedTuple
 
-from zoo.kernels.attention import chunked, dense
+from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
 WAYS = ("forward", "backward")
+_LOG = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
@@ -41,9 +44,11 @@ def _anything(operands: Operands, settings: Settings, device: Target, direction:
 BACKENDS = {
     "dense": Backend(dense.forward, dense.backward, _anything, partial=False),
     "chunked": Backend(chunked.forward, chunked.backward, _anything, partial=True),
+    "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses, partial=True),
+    "cudnn": Backend(adapters.cudnn_forward, adapters.cudnn_backward, adapters.cudnn_refuses, partial=False),
 }
 # What `auto` asks, in this order.
-ORDER = {"cpu": ("chunked",), "gpu": ("chunked",), "tpu": ("chunked",)}
+ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("chunked",)}
 # Up to so many scores of a head, their plain form is the fastest everywhere.
 FEW_SCORES = 128 * 128
 
@@ -67,6 +72,13 @@ def choose(name: str, operands: Operands, settings: Settings, direction: str) ->
     return Choice(name, {})
 
 
+@cache
+def _say_once(name: str, *refused: tuple[str, str]) -> None:
+    """Says what is computed with instead of what the device does best, which nothing else shows."""
+    for other, reason in refused:
+        _LOG.warning("attention runs on %r: %r steps aside, because %s", name, other, reason)
+
+
 def _first(operands: Operands, settings: Settings, device: Target, direction: str) -> Choice:
     T, S = operands.q.shape[1], operands.k.shape[1]
     if T == 1 or T * S <= FEW_SCORES:
@@ -75,6 +87,7 @@ def _first(operands: Operands, settings: Settings, device: Target, direction: st
     for name in ORDER.get(device.platform, ORDER["cpu"]):
         reason = BACKENDS[name].refuses(operands, settings, device, direction)
         if reason is None:
+            _say_once(name, *refused.items())
             return Choice(name, refused)
         refused[name] = reason
     raise AssertionError("chunked refuses nothing")
