@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from tests.kernels.test_attention import reference
+from tests.kernels.attention.test_attention import reference
 from zoo.config import Block, ModelConfig
 from zoo.layers.attention import Attention, Memory
 from zoo.layers.position import alibi_slopes

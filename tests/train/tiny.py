@@ -6,6 +6,7 @@ import numpy as np
 from zoo.config import Experiment, MeshConfig, ModelConfig, OptimizerConfig, TrainConfig, as_mixture
 from zoo.data.loader import Batch
 from zoo.models.decoder import build
+from zoo.parallel.attention import MeshAttention
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 from zoo.parallel.rules import make_constrain
@@ -43,7 +44,7 @@ class Setup:
     def __init__(self, settings, devices):
         self.settings = settings
         self.mesh = make_mesh(settings.mesh, devices)
-        self.model = build(settings.model, make_constrain(self.mesh), MeshExperts(self.mesh))
+        self.model = build(settings.model, make_constrain(self.mesh), MeshExperts(self.mesh), MeshAttention(self.mesh))
         self.specs = self.model.abstract_params()
         self.optimizer = make_optimizer(settings.optimizer, self.specs)
         ema = settings.optimizer.ema_decay is not None

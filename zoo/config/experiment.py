@@ -208,6 +208,7 @@ class MeshConfig(Section):
         fsdp: parts that the batch and, by `zero`, the training state are split into.
         tensor: parts of every head group, hidden layer and vocabulary.
         expert: parts of the experts.
+        context: parts of every sequence; in attention, keys and values go round them (arXiv 2310.01889).
         zero: what is split over fsdp (arXiv 1910.02054): 1 optimizer state, 2 gradients too, 3 parameters too.
     """
 
@@ -215,10 +216,11 @@ class MeshConfig(Section):
     fsdp: int = 1
     tensor: int = 1
     expert: int = 1
+    context: int = 1
     zero: Literal[1, 2, 3] = 3
 
     section: ClassVar[str] = "mesh"
-    axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "expert")
+    axes: ClassVar[tuple[str, ...]] = ("data", "fsdp", "tensor", "expert", "context")
 
     def __post_init__(self):
         super().__post_init__()

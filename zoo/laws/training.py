@@ -12,6 +12,7 @@ from zoo.config import ConfigError, DenseConfig, MeshConfig, Mixture, as_mixture
 from zoo.data.loader import Batch
 from zoo.laws.case import Case, Finding, equal, equal_trees, worst
 from zoo.models.decoder import Decoder
+from zoo.parallel.attention import MeshAttention
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
 from zoo.parallel.rules import make_constrain
@@ -67,6 +68,7 @@ def meshes(n_devices: int) -> list[MeshConfig]:
         MeshConfig(data=quarter, fsdp=2, tensor=2, zero=2),
         MeshConfig(data=1, fsdp=half, tensor=2, zero=3),
         MeshConfig(data=1, tensor=half, expert=2, zero=1),
+        MeshConfig(data=1, tensor=2, context=half, zero=1),
         MeshConfig(data=1, fsdp=quarter, tensor=2, expert=2, zero=3),
     ]
 
@@ -74,7 +76,9 @@ def meshes(n_devices: int) -> list[MeshConfig]:
 def _on_mesh(model: Decoder, config: MeshConfig) -> Decoder:
     mesh = make_mesh(config)
     sparse = getattr(model.config.moe, "kind", None) == "sparse"
-    return model.clone(constrain=make_constrain(mesh), experts=MeshExperts(mesh) if sparse else None)
+    return model.clone(
+        constrain=make_constrain(mesh), experts=MeshExperts(mesh) if sparse else None, attend=MeshAttention(mesh)
+    )
 
 
 def compilation(case: Case) -> Finding:

@@ -10,7 +10,7 @@ from zoo.config import ConfigError, MeshConfig
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -> Mesh:
-    """A mesh with all four axes (data, fsdp, tensor, expert), those of size 1 included.
+    """A mesh with all five axes (data, fsdp, tensor, expert, context), those of size 1 included.
 
     Every axis is always there so that a rule or a collective may name it without asking whether it exists.
 

@@ -44,7 +44,7 @@ MODEL_AXES = (
     ("mlp", ("tensor",)),
     ("expert", ("expert",)),
 )
-ACTIVATIONS = Rules((("batch", BATCH_AXES), *MODEL_AXES))
+ACTIVATIONS = Rules((("batch", BATCH_AXES), ("length", ("context",)), *MODEL_AXES))
 WHOLE = Rules(MODEL_AXES)
 SPLIT = Rules(MODEL_AXES, fsdp=("embed", "mlp", "vocab", "heads", "kv_heads", "head_dim", "expert"))
 

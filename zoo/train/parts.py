@@ -15,6 +15,7 @@ from zoo.data.loader import Loader, evaluation_batches
 from zoo.describe import count_parameters
 from zoo.infer.generate import PromptError, room
 from zoo.models.decoder import Decoder, build
+from zoo.parallel.attention import MeshAttention
 from zoo.parallel.distributed import agree, process_rows
 from zoo.parallel.experts import MeshExperts
 from zoo.parallel.mesh import make_mesh
@@ -52,7 +53,7 @@ def assemble(experiment: Experiment) -> Parts:
     mesh = make_mesh(experiment.mesh)
     parts = f"{settings.named('batch_size')} in {settings.named('micro_batches')} parts"
     check_batch(parts, settings.batch_size // settings.micro_batches, mesh)
-    model = build(experiment.model, make_constrain(mesh), MeshExperts(mesh))
+    model = build(experiment.model, make_constrain(mesh), MeshExperts(mesh), MeshAttention(mesh))
     _check_prompt(Run(model, None, corpus.tokenizer, experiment))
     specs = model.abstract_params()
     optimizer = make_optimizer(experiment.optimizer, specs)

@@ -1,21 +1,24 @@
 """Scaled dot-product attention with grouped key and value heads."""
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Key
 
+from zoo.kernels.attention.checks import check_arrays, check_numbers, check_shapes
 from zoo.kernels.attention.dispatch import WAYS, choose
 from zoo.kernels.attention.problem import Operands, Settings
-from zoo.kernels.attention.vjp import attend
+from zoo.kernels.attention.vjp import Runner, attend
 from zoo.kernels.block_map import Places
 from zoo.kernels.masks import ByHead, Full, Mask, head_masks
+from zoo.kernels.target import target
 
 # The signature of `attention`: what Attention calls, and what parallel/ or describe/ may replace.
 Attend = Callable[..., Any]
+HERE = Runner()
 
 
 def attention(
@@ -41,6 +44,7 @@ def attention(
     backend: str = "auto",
     backward: str = "auto",
     blocks: tuple[int, int] | None = None,
+    runner: Runner = HERE,
 ) -> Float[Array, "B T H d"] | tuple[Float[Array, "B T H d"], Float[Array, "B H T"]]:
     """softmax(scale q k^T) v over the keys that the mask allows within the query's own segment.
 
@@ -63,20 +67,34 @@ def attention(
         return_lse: return (out, lse) with the log of the sum of the exponentials of each row's scores, sinks included.
         backend, backward: names in dispatch.BACKENDS for the two directions; "auto" takes what the device does best.
         blocks: (queries, keys) of a block; None for those of the tables.
+        runner: runs the backends; that of parallel.attention does so on a mesh.
 
     Raises:
         ValueError: shapes do not fit, there is a rate of dropout without a key, or the backend cannot do it.
 
     Source: arXiv 1706.03762, equation 1; grouped heads, arXiv 2305.13245.
     """
-    _check(q, k, v, mask, bias)
+    check_arrays(q, k, v, head_masks(mask))
+    check_shapes(
+        q,
+        k,
+        q_positions=q_positions,
+        kv_positions=kv_positions,
+        q_segment_ids=q_segment_ids,
+        kv_segment_ids=kv_segment_ids,
+        lengths=lengths,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        bias=bias,
+    )
+    check_numbers(softcap, dropout_rate, blocks)
     places = _places(q, k, (q_positions, kv_positions), (q_segment_ids, kv_segment_ids), q_offset, lengths)
     segmented = q_segment_ids is not None or lengths is not None
     if segmented:
         q = _without_padding(q, places.q_segment_ids)
         k, v = (_without_padding(x, places.kv_segment_ids) for x in (k, v))
     slopes = None if alibi_slopes is None else jnp.broadcast_to(alibi_slopes, (len(q), q.shape[2]))
-    seeds = None if dropout_rate == 0 else _seeds(dropout_rate, dropout_key, (len(q), q.shape[2]))
+    seeds = _seeds(dropout_rate, dropout_key, (len(q), q.shape[2]))
     operands = Operands(q, k, v, places, slopes, bias, seeds)
     settings = Settings(
         q.shape[-1] ** -0.5 if scale is None else scale,
@@ -87,19 +105,53 @@ def attention(
         segmented=segmented,
         blocks=blocks,
     )
-    out, lse = _over_groups(operands, settings, mask, (backend, backward))
+    out, lse = _over_groups(operands, settings, mask, (backend, backward), runner)
     out, lse = (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
 
-def _over_groups(operands: Operands, settings: Settings, mask: Mask | ByHead, names: tuple[str, str]) -> Any:
+def explain(q: Any, k: Any, v: Any, *, backend: str = "auto", backward: str = "auto", **settings: Any) -> str:
+    """Which backends `attention` takes for these arguments on the devices at hand, and why not the ones before them.
+
+    Args:
+        q, k, v: arrays, or anything with shape and dtype such as jax.ShapeDtypeStruct.
+        settings: the other arguments of `attention`.
+    """
+    recorder = _Recorder([])
+    jax.eval_shape(lambda *arrays: attention(*arrays, **settings, runner=recorder), q, k, v)
+    lines = [f"attention on {target().kind}:"]
+    for way, name in zip(WAYS, (backend, backward), strict=True):
+        choices = [choose(name, *seen, way) for seen in recorder.seen]
+        lines.append(f"  {way}: {', '.join(dict.fromkeys(choice.name for choice in choices))}")
+        refused = {other: why for choice in choices for other, why in choice.refused.items()}
+        lines += [f"    not {other}: {why}" for other, why in refused.items()]
+    return "\n".join(lines)
+
+
+@dataclass(frozen=True, eq=False)
+class _Recorder(Runner):
+    """Computes nothing, and keeps what it was asked for."""
+
+    seen: list[tuple[Operands, Settings]]
+
+    def forward(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        self.seen.append((operands, settings))
+        (B, T, H), d = operands.q.shape[:3], operands.v.shape[3]
+        return jnp.zeros((B, T, H, d), operands.v.dtype), jnp.zeros(
+            (B, H, T), jnp.promote_types(operands.q.dtype, "f4")
+        )
+
+
+def _over_groups(
+    operands: Operands, settings: Settings, mask: Mask | ByHead, names: tuple[str, str], runner: Runner
+) -> Any:
     """Output and log sums, where groups of heads may have masks of their own."""
     masks = head_masks(mask)
     parts = []
     for g, mask in enumerate(masks):
         own, settings = _heads(operands, g, len(masks)), replace(settings, mask=mask)
         forward, backward = (choose(name, own, settings, way) for name, way in zip(names, WAYS, strict=True))
-        parts.append(attend(own, replace(settings, forward=forward.name, backward=backward.name)))
+        parts.append(attend(own, replace(settings, forward=forward.name, backward=backward.name), runner))
     if len(parts) == 1:
         return parts[0]
     outs, sums = zip(*parts, strict=True)
@@ -150,28 +202,9 @@ def _without_padding(x: Array, segment_ids: Array) -> Array:
     return jnp.where((segment_ids > 0)[..., None, None], x, 0)
 
 
-def _seeds(rate: float, key: Array | None, shape: tuple[int, int]) -> Array:
+def _seeds(rate: float, key: Array | None, shape: tuple[int, int]) -> Array | None:
+    if rate == 0:
+        return None
     if key is None:
         raise ValueError(f"attention: dropout_rate={rate} needs a dropout_key")
     return jax.random.bits(key, shape, jnp.uint32)
-
-
-def _check(q: Array, k: Array, v: Array, mask: Mask | ByHead, bias: Array | None) -> None:
-    """Whether the shapes fit each other."""
-    (B, T, H, h), (S, K) = q.shape, k.shape[1:3]
-    groups = len(head_masks(mask))
-    for wrong, message in (
-        (k.shape[0] != B or v.shape[0] != B, f"q, k, v have batches of {B}, {len(k)} and {len(v)}"),
-        (k.shape[3] != h, f"q has width {h} and k {k.shape[3]}"),
-        (v.shape[1:3] != (S, K), f"k [B, S, K, h] is {k.shape}, but v [B, S, K, d] is {v.shape}"),
-        (H % K, f"{H} query heads are not a multiple of {K} key and value heads"),
-        (H % groups, f"{groups} masks do not divide {H} query heads"),
-        (K % groups and groups % K, f"{groups} masks and {K} key and value heads do not divide each other"),
-        (
-            bias is not None
-            and (bias.ndim != 4 or any(n not in (1, m) for n, m in zip(bias.shape, (B, H, T, S), strict=True))),
-            f"bias {getattr(bias, 'shape', None)} does not broadcast to [B, H, T, S] = {(B, H, T, S)}",
-        ),
-    ):
-        if wrong:
-            raise ValueError(f"attention: {message}")

@@ -215,7 +215,8 @@ def _add_bias(d_bias: Array, d_scores: Array, i: Array, j: Array) -> Array:
     """The gradient of a bias with that of a tile's scores added to its part."""
     t, s = d_scores.shape[2:]
     ones = [axis for axis, size in enumerate(d_bias.shape) if size == 1]
-    at = (0, 0, 0 if d_bias.shape[2] == 1 else i * t, 0 if d_bias.shape[3] == 1 else j * s)
+    starts = (0, 0, 0 if d_bias.shape[2] == 1 else i * t, 0 if d_bias.shape[3] == 1 else j * s)
+    at = [jnp.asarray(x, jnp.int32) for x in starts]
     new = d_scores.sum(ones, keepdims=True)
     new += jax.lax.dynamic_slice(d_bias, at, new.shape)
     return jax.lax.dynamic_update_slice(d_bias, new, at)

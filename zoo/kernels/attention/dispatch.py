@@ -17,11 +17,14 @@ class Backend(NamedTuple):
     Attributes:
         forward, backward: as those of `dense`.
         refuses: (operands, settings, target, "forward" or "backward") -> why it cannot do that, or None if it can.
+        partial: whether `backward` takes output and log sums of rows that see more keys than it is given, and so
+            gives these keys' part of the gradient.
     """
 
     forward: Callable
     backward: Callable
     refuses: Callable[[Operands, Settings, Target, str], str | None]
+    partial: bool
 
 
 class Choice(NamedTuple):
@@ -36,9 +39,9 @@ def _anything(operands: Operands, settings: Settings, device: Target, direction:
 
 
 BACKENDS = {
-    "dense": Backend(dense.forward, dense.backward, _anything),
-    "chunked": Backend(chunked.forward, chunked.backward, _anything),
-    "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses),
+    "dense": Backend(dense.forward, dense.backward, _anything, partial=False),
+    "chunked": Backend(chunked.forward, chunked.backward, _anything, partial=True),
+    "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses, partial=True),
 }
 # What `auto` asks, in this order.
 ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("chunked",)}

@@ -1,6 +1,7 @@
 """The one place where attention gets its gradient: a forward and a backward backend, chosen apart."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -12,19 +13,34 @@ from zoo.kernels.attention.dispatch import BACKENDS
 from zoo.kernels.attention.problem import Gradients, Operands, Settings
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
-def attend(operands: Operands, settings: Settings) -> tuple[Float[Array, "B T H d"], Float[Array, "B H T"]]:
-    """The output and the log sums of the backend that the settings name; both have gradients."""
-    return _folding(lambda operands: BACKENDS[settings.forward].forward(operands, settings))(operands)
+@dataclass(frozen=True)
+class Runner:
+    """Runs the backends that the settings name; parallel/ has one that does so on every device of a mesh."""
+
+    def forward(self, operands: Operands, settings: Settings) -> tuple[Array, Array]:
+        """The output [B, T, H, d] and the log sums [B, H, T]."""
+        return BACKENDS[settings.forward].forward(operands, settings)
+
+    def backward(self, operands: Operands, settings: Settings, *results: Array) -> Gradients:
+        """The gradients, from output, log sums, and the gradients of both."""
+        return BACKENDS[settings.backward].backward(operands, settings, *results)
 
 
-def _forward(operands: Operands, settings: Settings) -> tuple[Any, Any]:
-    out, lse = attend(operands, settings)
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def attend(
+    operands: Operands, settings: Settings, runner: Runner
+) -> tuple[Float[Array, "B T H d"], Float[Array, "B H T"]]:
+    """The output and the log sums; both have gradients."""
+    return _folding(lambda operands: runner.forward(operands, settings))(operands)
+
+
+def _forward(operands: Operands, settings: Settings, runner: Runner) -> tuple[Any, Any]:
+    out, lse = attend(operands, settings, runner)
     return (out, lse), (operands, out, lse)
 
 
-def _backward(settings: Settings, residuals: Any, grads: Any) -> tuple[Operands]:
-    run = _folding(lambda operands, *rest: tuple(BACKENDS[settings.backward].backward(operands, settings, *rest)))
+def _backward(settings: Settings, runner: Runner, residuals: Any, grads: Any) -> tuple[Operands]:
+    run = _folding(lambda operands, *results: tuple(runner.backward(operands, settings, *results)))
     found = Gradients(*run(*residuals, *grads))
     return (Operands(found.q, found.k, found.v, None, found.slopes, found.bias, None),)
 

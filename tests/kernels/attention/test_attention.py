@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
-from zoo.kernels.attention import attention, attention_weights
+from zoo.kernels.attention import attention
 from zoo.kernels.masks import Causal, Full
 
 
@@ -130,17 +130,6 @@ def test_dropout_drops_its_share_and_keeps_the_mean():
     np.testing.assert_array_equal(run(3), run(3))
     with pytest.raises(ValueError, match=r"dropout_rate=0\.25 needs a dropout_key"):
         attention(q, k, v, mask=Causal(), **places(*at), **keywords(), dropout_rate=0.25)
-
-
-def test_weights_add_to_one_and_give_the_output():
-    q, k, v, *at = inputs(4, 2)
-    q, k, v = (jnp.asarray(x, jnp.float32) for x in (q, k, v))
-    settings = {"mask": Causal(4), **places(*at), **keywords()}
-    weights = attention_weights(q, k, **settings)
-    seen = np.asarray(at[2] > 0)
-    np.testing.assert_allclose(weights.sum(-1), np.broadcast_to(seen[:, None], weights.shape[:3]), atol=1e-6)
-    out = jnp.einsum("BHTS,BSHd->BTHd", weights, jnp.repeat(v, 2, axis=2))
-    np.testing.assert_allclose(attention(q, k, v, **settings), out, atol=1e-6)
 
 
 def test_a_query_that_sees_nothing_gives_zero_and_no_gradient():
