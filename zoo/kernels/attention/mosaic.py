@@ -5,7 +5,6 @@ its list. Its tiles are [own, other], so what belongs to its own side is a colum
 """
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -50,10 +49,9 @@ class Plan(NamedTuple):
         return self.blocks.kv if self.by_key else self.blocks.q
 
     @property
-    def parts(self) -> list[tuple[int, int]]:
-        """Start and size of the pieces of a block of the other side."""
-        other, part = self.blocks.q if self.by_key else self.blocks.kv, self.blocks.part
-        return [(start, min(part, other - start)) for start in range(0, other, part)]
+    def other(self) -> int:
+        """Length of a block of the other side."""
+        return self.blocks.q if self.by_key else self.blocks.kv
 
     @property
     def heads(self) -> int:
@@ -182,6 +180,18 @@ def _spec(plan: Plan, name: str, x: Any) -> pl.BlockSpec:
             lambda at: (own(0, at.row), own(1, at.q_head), own(2, at.q_block), own(3, at.kv_block)),
         )
     return spec((None, None, x.shape[2], q), lambda at: (at.row, at.q_head, 0, at.q_block))
+
+
+def over_parts(plan: Plan, step: Callable[[Any, int], None]) -> None:
+    """step(start, size) for the pieces of a block of the other side, in a loop that the compiler does not unroll."""
+    part = min(plan.blocks.part, plan.other)
+    whole, rest = divmod(plan.other, part)
+    if whole == 1:
+        step(0, part)
+    else:
+        pl.loop(0, whole)(lambda n: step(pl.multiple_of(n * part, part), part))
+    if rest:
+        step(whole * part, rest)
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:

@@ -373,9 +373,7 @@ def _padded(operands: Operands, blocks: GpuBlocks) -> Operands:
         bias = _longer(bias, 3, columns if bias.shape[3] > 1 else 0)
     at, k_at, ids, k_ids = operands.places
     places = type(operands.places)(queries(at), keys(k_at), queries(ids), keys(k_ids))
-    return operands._replace(
-        q=queries(operands.q), k=keys(operands.k), v=keys(operands.v), places=places, bias=bias
-    )
+    return operands._replace(q=queries(operands.q), k=keys(operands.k), v=keys(operands.v), places=places, bias=bias)
 
 
 def _padded_rows(rows: dict[str, Array], length: int) -> dict[str, Array]:

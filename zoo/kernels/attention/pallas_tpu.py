@@ -8,6 +8,8 @@ block of queries.
 Source: FlashAttention-2, arXiv 2307.08691, algorithms 1 and 2.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -16,7 +18,19 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from zoo.kernels.attention.mosaic import LANES, Plan, Step, as_column, as_row, call, dot, lanes, longer, step_of
+from zoo.kernels.attention.mosaic import (
+    LANES,
+    Plan,
+    Step,
+    as_column,
+    as_row,
+    call,
+    dot,
+    lanes,
+    longer,
+    over_parts,
+    step_of,
+)
 from zoo.kernels.attention.problem import (
     LOWEST,
     Gradients,
@@ -159,22 +173,21 @@ def _forward_kernel(plan: Plan, scalars: Any, refs: Any, outs: Any, scratch: Any
         scratch["acc"][...] = jnp.zeros_like(scratch["acc"])
         _turn_places(plan, refs, scratch)
 
-    def visit(masked: bool) -> None:
-        for begin, size in plan.parts:
-            k, v = (refs[x][begin : begin + size] for x in "kv")
-            products = dot(refs["q"][...], k, (1, 1))
-            tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
-            top, total = scratch["top"][:, :1], scratch["total"][:, :1]
-            new = jnp.maximum(top, _masked(tile.scores, tile, LOWEST).max(1, keepdims=True))
-            weights = _masked(jnp.exp(tile.scores - new), tile, 0.0)
-            fade = jnp.exp(top - new)
-            total = total * fade + weights.sum(1, keepdims=True)
-            weights = weights if tile.keep is None else weights * tile.keep
-            scratch["acc"][...] = scratch["acc"][...] * fade + dot(weights.astype(v.dtype), v, (1, 0))
-            scratch["top"][...] = jnp.broadcast_to(new, scratch["top"].shape)
-            scratch["total"][...] = jnp.broadcast_to(total, scratch["total"].shape)
+    def visit(masked: bool, begin: Any, size: int) -> None:
+        k, v = (refs[x][pl.ds(begin, size)] for x in "kv")
+        products = dot(refs["q"][...], k, (1, 1))
+        tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
+        top, total = scratch["top"][:, :1], scratch["total"][:, :1]
+        new = jnp.maximum(top, _masked(tile.scores, tile, LOWEST).max(1, keepdims=True))
+        weights = _masked(jnp.exp(tile.scores - new), tile, 0.0)
+        fade = jnp.exp(top - new)
+        total = total * fade + weights.sum(1, keepdims=True)
+        weights = weights if tile.keep is None else weights * tile.keep
+        scratch["acc"][...] = scratch["acc"][...] * fade + dot(weights.astype(v.dtype), v, (1, 0))
+        scratch["top"][...] = jnp.broadcast_to(new, scratch["top"].shape)
+        scratch["total"][...] = jnp.broadcast_to(total, scratch["total"].shape)
 
-    _visit(step, visit)
+    _visit(plan, step, visit)
 
     @pl.when(step.last)
     def finish() -> None:
@@ -196,23 +209,22 @@ def _dq_kernel(plan: Plan, scalars: Any, refs: Any, outs: Any, scratch: Any) -> 
             scratch[name][...] = as_column(refs["sums"][row : row + 1])
         _turn_places(plan, refs, scratch)
 
-    def visit(masked: bool) -> None:
+    def visit(masked: bool, begin: Any, size: int) -> None:
         lse, delta = scratch["lse"][:, :1], scratch["delta"][:, :1]
-        for begin, size in plan.parts:
-            k, v = (refs[x][begin : begin + size] for x in "kv")
-            products = dot(refs["q"][...], k, (1, 1))
-            tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
-            weights = _masked(jnp.exp(tile.scores - lse), tile, 0.0)
-            d_weights = dot(refs["d_out"][...], v, (1, 1))
-            d_weights = d_weights if tile.keep is None else d_weights * tile.keep
-            d_scores = weights * (d_weights - delta)
-            d_products = product_gradient(d_scores, products, plan.settings).astype(k.dtype)
-            scratch["dq"][...] += dot(d_products, k, (1, 0))
-            if "d_slopes" in outs:
-                d_slopes = (d_scores * tile.distance.astype(jnp.float32)).sum(1, keepdims=True)
-                scratch["d_slopes"][...] += jnp.broadcast_to(d_slopes, scratch["d_slopes"].shape)
+        k, v = (refs[x][pl.ds(begin, size)] for x in "kv")
+        products = dot(refs["q"][...], k, (1, 1))
+        tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
+        weights = _masked(jnp.exp(tile.scores - lse), tile, 0.0)
+        d_weights = dot(refs["d_out"][...], v, (1, 1))
+        d_weights = d_weights if tile.keep is None else d_weights * tile.keep
+        d_scores = weights * (d_weights - delta)
+        d_products = product_gradient(d_scores, products, plan.settings).astype(k.dtype)
+        scratch["dq"][...] += dot(d_products, k, (1, 0))
+        if "d_slopes" in outs:
+            d_slopes = (d_scores * tile.distance.astype(jnp.float32)).sum(1, keepdims=True)
+            scratch["d_slopes"][...] += jnp.broadcast_to(d_slopes, scratch["d_slopes"].shape)
 
-    _visit(step, visit)
+    _visit(plan, step, visit)
 
     @pl.when(step.last)
     def finish() -> None:
@@ -231,23 +243,21 @@ def _dkv_kernel(plan: Plan, scalars: Any, refs: Any, outs: Any, scratch: Any) ->
             scratch[name][...] = jnp.zeros_like(scratch[name])
         _turn_places(plan, refs, scratch)
 
-    def visit(masked: bool) -> None:
-        k, v = refs["k"][...], refs["v"][...]
-        for begin, size in plan.parts:
-            part = slice(begin, begin + size)
-            q, d_out, lse, delta = refs["q"][part], refs["d_out"][part], refs["sums"][:1, part], refs["sums"][1:, part]
-            products = dot(k, q, (1, 1))
-            tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
-            weights = _masked(jnp.exp(tile.scores - lse), tile, 0.0)
-            d_weights = dot(v, d_out, (1, 1))
-            used = weights
-            if tile.keep is not None:
-                used, d_weights = weights * tile.keep, d_weights * tile.keep
-            scratch["dv"][...] += dot(used.astype(d_out.dtype), d_out, (1, 0))
-            d_products = product_gradient(weights * (d_weights - delta), products, plan.settings).astype(q.dtype)
-            scratch["dk"][...] += dot(d_products, q, (1, 0))
+    def visit(masked: bool, begin: Any, size: int) -> None:
+        k, v, part = refs["k"][...], refs["v"][...], pl.ds(begin, size)
+        q, d_out, lse, delta = refs["q"][part], refs["d_out"][part], refs["sums"][:1, part], refs["sums"][1:, part]
+        products = dot(k, q, (1, 1))
+        tile = _tile(plan, scalars, refs, scratch, step, products, begin, masked)
+        weights = _masked(jnp.exp(tile.scores - lse), tile, 0.0)
+        d_weights = dot(v, d_out, (1, 1))
+        used = weights
+        if tile.keep is not None:
+            used, d_weights = weights * tile.keep, d_weights * tile.keep
+        scratch["dv"][...] += dot(used.astype(d_out.dtype), d_out, (1, 0))
+        d_products = product_gradient(weights * (d_weights - delta), products, plan.settings).astype(q.dtype)
+        scratch["dk"][...] += dot(d_products, q, (1, 0))
 
-    _visit(step, visit)
+    _visit(plan, step, visit)
 
     @pl.when(step.last)
     def finish() -> None:
@@ -255,14 +265,14 @@ def _dkv_kernel(plan: Plan, scalars: Any, refs: Any, outs: Any, scratch: Any) ->
             outs[name][...] = scratch[name][...].astype(outs[name].dtype)
 
 
-def _visit(step: Step, visit: Any) -> None:
-    """visit(masked) where the step has something to do."""
-    pl.when(step.full)(lambda: visit(False))
-    pl.when(step.partial)(lambda: visit(True))
+def _visit(plan: Plan, step: Step, visit: Callable[[bool, Any, int], None]) -> None:
+    """visit(masked, start, size) for all pieces of the other block, where the step has something to do."""
+    pl.when(step.full)(lambda: over_parts(plan, partial(visit, False)))
+    pl.when(step.partial)(lambda: over_parts(plan, partial(visit, True)))
 
 
 def _tile(
-    plan: Plan, scalars: Any, refs: Any, scratch: Any, step: Step, products: Array, begin: int, masked: bool
+    plan: Plan, scalars: Any, refs: Any, scratch: Any, step: Step, products: Array, begin: Any, masked: bool
 ) -> Tile:
     """The tile of the kernel's own block and of the other one from `begin` on."""
     settings, size, at = plan.settings, products.shape[1], step.at
@@ -278,7 +288,7 @@ def _tile(
     if "seeds" in scalars:
         keep = kept(scalars["seeds"][head], queries.index, keys.index, settings.dropout_rate)
     if "bias" in refs:
-        columns = slice(begin, begin + size) if refs["bias"].shape[1] > 1 else slice(None)
+        columns = pl.ds(begin, size) if refs["bias"].shape[1] > 1 else slice(None)
         bias = refs["bias"][:, columns]
     return Tile(scores_of(products, distance, slope, bias, settings), seen, keep, distance)
 
@@ -292,20 +302,21 @@ def _own(plan: Plan, scratch: Any, step: Step) -> Side:
     return _in_order(plan, index, plan.by_key)
 
 
-def _other(plan: Plan, refs: Any, step: Step, begin: int, size: int) -> Side:
+def _other(plan: Plan, refs: Any, step: Step, begin: Any, size: int) -> Side:
     """What a kernel goes through, from `begin` of a block on, as rows."""
     start = step.at.q_block * plan.blocks.q if plan.by_key else step.at.kv_block * plan.blocks.kv
     index = start + begin + jax.lax.broadcasted_iota(jnp.int32, (1, size), 1)
     places = refs.get("q_places" if plan.by_key else "k_places")
     if places is None:
         return _in_order(plan, index, not plan.by_key)
-    return Side(index, places[:1, begin : begin + size], places[1:, begin : begin + size])
+    return Side(index, places[:1, pl.ds(begin, size)], places[1:, pl.ds(begin, size)])
 
 
 def _in_order(plan: Plan, index: Array, keys: bool) -> Side:
     """Queries or keys of one document in order; those that padding has added are in none."""
     at = index if keys else index + plan.settings.offset
-    return Side(index, at, (index < plan.lengths[int(keys)]).astype(jnp.int32))
+    # 1, and 0 behind the end: no bools, which Mosaic cannot compare.
+    return Side(index, at, jnp.clip(plan.lengths[int(keys)] - index, 0, 1))
 
 
 def _turn_places(plan: Plan, refs: Any, scratch: Any) -> None:

@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
-
 from zoo.kernels.attention.problem import Operands, Settings
 
 

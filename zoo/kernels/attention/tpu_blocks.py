@@ -2,8 +2,6 @@
 
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
 from zoo.kernels.attention.problem import Operands, Settings
 
 # Lengths of blocks are multiples of the lanes of a register, since rows of log sums lie along them.
@@ -29,24 +27,25 @@ class Chip(NamedTuple):
 
     Attributes:
         vmem: MB that a core computes in (jax/_src/pallas/mosaic/tpu_info.py).
-        blocks: sizes to start from, for every kernel.
+        blocks: sizes to start from, for numbers of 2 bytes and widths to 256.
     """
 
     vmem: int
     blocks: TpuBlocks
 
 
-# The fastest blocks of JAX's splash attention in the records that the tokamax 0.0.17 package ships for v5p, v6e and
-# 7x; a v4 has what it can hold, and a v5e what a v5p has. Unmeasured with these kernels.
+# From the fastest blocks of JAX's splash attention for v5p, v6e and 7x in the records that the tokamax 0.0.17 package
+# ships, with fewer queries on the last two, where a program would else take long to compile; a v5e has what a v5p has,
+# and a v4 what it can hold. Unmeasured with these kernels.
 _CHIPS = {
-    "TPU v4": Chip(16, TpuBlocks(512, 512, 512)),
-    "TPU v5 lite": Chip(128, TpuBlocks(1024, 1024, 512)),
-    "TPU v5e": Chip(128, TpuBlocks(1024, 1024, 512)),
-    "TPU v5": Chip(64, TpuBlocks(1024, 1024, 512)),
-    "TPU v5p": Chip(64, TpuBlocks(1024, 1024, 512)),
-    "TPU v6 lite": Chip(128, TpuBlocks(2048, 2048, 512)),
-    "TPU v6e": Chip(128, TpuBlocks(2048, 2048, 512)),
-    "TPU7x": Chip(64, TpuBlocks(2048, 2048, 512)),
+    "TPU v4": Chip(16, TpuBlocks(512, 512, 256)),
+    "TPU v5 lite": Chip(128, TpuBlocks(1024, 1024, 256)),
+    "TPU v5e": Chip(128, TpuBlocks(1024, 1024, 256)),
+    "TPU v5": Chip(64, TpuBlocks(1024, 1024, 256)),
+    "TPU v5p": Chip(64, TpuBlocks(1024, 1024, 256)),
+    "TPU v6 lite": Chip(128, TpuBlocks(1024, 2048, 512)),
+    "TPU v6e": Chip(128, TpuBlocks(1024, 2048, 512)),
+    "TPU7x": Chip(64, TpuBlocks(1024, 2048, 512)),
 }
 KINDS = tuple(_CHIPS)
 # What a kernel may take of VMEM: the rest is XLA's.
@@ -63,15 +62,23 @@ _LISTS_SHARE = 0.9
 def tpu_blocks(kind: str, operands: Operands, settings: Settings, kernel: str) -> TpuBlocks:
     """The sizes for "forward", "dq" or "dkv": what the settings ask for, else the largest of the table that fit."""
     T, S = operands.q.shape[1], operands.k.shape[1]
+    most = _largest(kind, operands)
     if settings.blocks is not None:
-        return TpuBlocks(*settings.blocks, _CHIPS[kind].blocks.part)
-    most = _CHIPS[kind].blocks
-    while too_large(kind, operands, blocks := TpuBlocks(_even(T, most.q), _even(S, most.kv), most.part), kernel):
-        smaller = _smaller(most)
-        if smaller == most:
-            break
+        return TpuBlocks(*settings.blocks, most.part)
+    while True:
+        blocks = TpuBlocks(_even(T, most.q), _even(S, most.kv), most.part)
+        smaller = _halved(most, ("kv",) if most.kv > most.q else ("q",))
+        if smaller == most or not too_large(kind, operands, blocks, kernel):
+            return blocks
         most = smaller
-    return blocks
+
+
+def _largest(kind: str, operands: Operands) -> TpuBlocks:
+    """The table's blocks, smaller where a product is of more passes, or longer: compilers unroll it."""
+    blocks = _CHIPS[kind].blocks
+    if operands.q.dtype.itemsize == 4:
+        blocks = _halved(blocks, ("q", "kv", "part"))
+    return _halved(blocks, ("q", "kv")) if max(operands.q.shape[-1], operands.v.shape[-1]) > 256 else blocks
 
 
 def too_large(kind: str, operands: Operands, blocks: TpuBlocks, kernel: str) -> str | None:
@@ -90,7 +97,10 @@ def lists_too_long(n: int) -> str | None:
     needs = n * 4 / MB
     if needs <= SMEM_MB * _LISTS_SHARE:
         return None
-    return f"the lists of live blocks take {needs:.1f} MB, and a TPU's scalar memory has {SMEM_MB:.0f} MB; ask for larger blocks"
+    return (
+        f"its lists of live blocks take {needs:.1f} MB, and a TPU has {SMEM_MB:.0f} MB of memory for scalars; ask for"
+        " larger blocks"
+    )
 
 
 def vmem_limit(operands: Operands, blocks: TpuBlocks, kernel: str) -> int:
@@ -117,10 +127,5 @@ def _even(length: int, most: int) -> int:
     return -(-length // (n * LANES)) * LANES
 
 
-def _smaller(blocks: TpuBlocks) -> TpuBlocks:
-    """The longest side halved."""
-    longest = max(blocks)
-    if longest == LANES:
-        return blocks
-    name = next(name for name in ("kv", "q", "part") if getattr(blocks, name) == longest)
-    return blocks._replace(**{name: longest // 2})
+def _halved(blocks: TpuBlocks, names: tuple[str, ...]) -> TpuBlocks:
+    return blocks._replace(**{name: max(LANES, getattr(blocks, name) // 2) for name in names})

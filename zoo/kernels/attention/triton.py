@@ -63,7 +63,9 @@ def store(ref: Any, row: Any, parts: list[Array], width: int) -> None:
     """The reverse of `load`, for head 0."""
     for (start, size, real), part in zip(columns_of(width), parts, strict=True):
         inside = None if real == size else jnp.broadcast_to((jnp.arange(size) < real)[None, :], part.shape)
-        plgpu.store(ref.at[pl.ds(row, len(part)), jnp.int32(0), pl.ds(start, size)], part.astype(ref.dtype), mask=inside)
+        plgpu.store(
+            ref.at[pl.ds(row, len(part)), jnp.int32(0), pl.ds(start, size)], part.astype(ref.dtype), mask=inside
+        )
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:
