@@ -1,11 +1,12 @@
 # make quickstart   install, train a small model on the standard library's source, and sample from it
 # make test         install and run the tests
+# make test-aot     install the compilers of TPU and GPU and compile kernels and training steps with them; no chip needed
 # make lint         install and check the style
 PYTHON ?= python3
 BIN := .venv/bin
 RUN := runs/quickstart
 
-.PHONY: quickstart test lint clean
+.PHONY: quickstart test test-aot lint clean
 
 quickstart: .venv/installed
 	@$(BIN)/python train.py --config configs/quickstart.py
@@ -14,15 +15,18 @@ quickstart: .venv/installed
 test: .venv/tools
 	@$(BIN)/python -m pytest -q -n 2 --dist loadgroup
 
+test-aot: .venv-aot/installed
+	@.venv-aot/bin/python -m pytest -q -n 2 --dist worksteal tests/aot
+
 lint: .venv/tools
 	@$(BIN)/ruff check --quiet .
 	@$(BIN)/ruff format --check --quiet .
 	@echo "lint: clean"
 
-.venv/bin/python:
+.venv/bin/python .venv-aot/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 13))' \
 		|| { echo "zoo needs Python 3.11 to 3.13; name one with PYTHON=..."; exit 1; }
-	@$(PYTHON) -m venv .venv || { rm -rf .venv; exit 1; }
+	@$(PYTHON) -m venv $(@:/bin/python=) || { rm -rf $(@:/bin/python=); exit 1; }
 
 .venv/installed: pyproject.toml constraints.txt | .venv/bin/python
 	@echo "Installing into .venv ..."
@@ -33,5 +37,11 @@ lint: .venv/tools
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test]"
 	@touch $@
 
+# Apart from .venv, where JAX would go looking for the chips.
+.venv-aot/installed: pyproject.toml constraints.txt | .venv-aot/bin/python
+	@echo "Installing into .venv-aot ..."
+	@.venv-aot/bin/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[test,aot]"
+	@touch $@
+
 clean:
-	rm -rf .venv .jax_cache
+	rm -rf .venv .venv-aot .jax_cache

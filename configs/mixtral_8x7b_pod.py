@@ -2,9 +2,10 @@
 
 zoo train --config configs/mixtral_8x7b_pod.py --data.path "/data/*.parquet" --data.tokenizer-model /data/spm.model
 
-Experts go over 8 chips; batch and state go over the groups of 8 (32 of them on 256 chips), so the chips of a group
-repeat each other's attention. 4.2 M tokens a batch. On 8 fake devices a test lowers this step at full size; it has
-not been run on a pod.
+Experts go over 8 chips, state over the groups of 8 (32 of them on 256 chips) and the batch over all chips: a
+micro-batch has 256 windows, so there is one for each of 256 chips, and on more of them fewer micro-batches. In an
+expert layer the chips of a group exchange their tokens. 4.2 M tokens a batch. On 8 fake devices a test lowers this
+step at full size; it has not been run on a pod.
 """
 
 from zoo import DataConfig, Experiment, MeshConfig, OptimizerConfig, TrainConfig, preset

@@ -88,6 +88,7 @@ def test_options_change_the_values_of_the_file(file, trained):
         "--train.steps 300 --model.d_model=128 --model.moe.top-k 1 --model.moe.renormalize False --model.qk-norm head"
     )
     more = "--model.n-kv-heads 2 --data.path None --optimizer.clip-norm None --mesh.data -1 --model.pattern.0.window 4"
+    more += " --model.attention-bias q --model.attention-bias k"
     assert main(["train", "--config", file, *options.split(), *more.split(), "--optimizer.learning-rate", "2e-3"]) == 0
     was, now = load_experiment(file), trained[0]
     assert now == dataclasses.replace(
@@ -99,6 +100,7 @@ def test_options_change_the_values_of_the_file(file, trained):
             d_model=128,
             qk_norm="head",
             n_kv_heads=2,
+            attention_bias=("q", "k"),
             moe=dataclasses.replace(was.model.moe, top_k=1, renormalize=False),
             pattern=(Block(window=4), Block()),
         ),
@@ -244,6 +246,12 @@ def test_help_of_zoo_names_the_commands(capsys):
             "--optimizer.name adam",
             "--optimizer.name 'adam' is not one of adamw, muon, lion, adafactor; did you mean adamw?",
         ),
+        (
+            "--model.attention-bias query",
+            "--model.attention-bias 'query' is not one of q, k, v, o, and given again for each further one",
+        ),
+        ("--model.d-model 1000000000000", "model.d_model=1000000000000 must be less than 2^31"),
+        ("--optimizer.learning-rate 1e300", "optimizer.learning_rate=1e+300 is beyond float32; a number is 0, or"),
         ("--train.steps", "--train.steps needs a value; one that begins with dashes is written --train.steps=VALUE"),
         ("--train.steps --model.glu", "--train.steps needs a value"),
         ("--model.glu false", "--model.glu 'false' is not True or False; did you mean False?"),
@@ -313,6 +321,12 @@ def test_a_missing_file_suggests_the_nearest(file, capsys):
     assert (
         refusal(capsys, "train", "--config", wrong) == f"--config {wrong}: there is no such file; did you mean {file}?"
     )
+
+
+@pytest.mark.parametrize("args", ["train --config", "check --config", "describe --config", "compare gpt2"])
+def test_a_folder_is_no_file(args, tmp_path, capsys):
+    said = refusal(capsys, *args.split(), str(tmp_path))
+    assert said == f"--config {tmp_path} is a folder; give a Python file that defines config = Experiment(...)"
 
 
 def test_files_import_their_own_neighbours(tmp_path):

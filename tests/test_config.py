@@ -3,11 +3,13 @@
 import dataclasses
 import json
 import math
+import re
 import types
 import typing
 from dataclasses import fields
 from typing import Any, Literal
 
+import numpy as np
 import pytest
 
 from zoo.config import (
@@ -52,7 +54,7 @@ def test_a_pattern_becomes_stages():
     # equal blocks of the prefix are scanned together
     config = ModelConfig(n_layers=61, prefix=(PLAIN,) * 3, moe=SparseConfig())
     assert shape(config) == [(3, [(None, False)]), (58, [(None, True)])]
-    assert shape(dataclasses.replace(config, n_layers=3)) == [(3, [(None, False)])]
+    assert shape(dataclasses.replace(config, n_layers=3, moe=None)) == [(3, [(None, False)])]
 
 
 def test_derived_sizes():
@@ -116,6 +118,14 @@ WRONG = [
     (lambda: ModelConfig(dropout=1.0), "model.dropout=1.0 must lie between 0 and 0.99"),
     (lambda: ModelConfig(pattern=()), "model.pattern=\\(\\) needs at least one block"),
     (lambda: ModelConfig(n_layers=1, prefix=(PLAIN, PLAIN)), "model.prefix=.* is longer than model.n_layers=1"),
+    (
+        lambda: ModelConfig(n_layers=3, prefix=(PLAIN,) * 3, moe=SparseConfig()),
+        "model.n_layers=3 ends before block 4, the first that has model.moe; set at least 4, or model.moe to None",
+    ),
+    (
+        lambda: ModelConfig(prefix=(PLAIN,), pattern=(PLAIN, PLAIN), moe=DenseConfig()),
+        "model.pattern=.* has no block for model.moe; set mixture=True in one, or model.moe to None",
+    ),
     (lambda: ModelConfig(moe=SoftConfig(segment_length=None)), "model.moe.segment_length=None lets a token see later"),
     (lambda: SparseConfig(n_experts=4, top_k=5), "model.moe.top_k=5 is more than model.moe.n_experts=4"),
     (
@@ -182,6 +192,7 @@ WRONG = [
         lambda: SparseConfig(n_groups=8, top_groups=4, group_score="top2_sum"),
         "model.moe.group_score='top2_sum' needs groups of 2 or more; they have 1",
     ),
+    (lambda: SparseConfig(n_groups=2), "model.moe.n_groups=2 needs top_groups, device_weight or communication_weight"),
     (lambda: SparseConfig(n_groups=2, n_null_experts=1), "model.moe.n_null_experts=1 belong to no group"),
     (lambda: SparseConfig(overflow="reroute"), "model.moe.overflow='reroute' needs a capacity_factor"),
     (
@@ -260,6 +271,69 @@ WRONG = [
 ]
 
 
+# What has an effect only beside another field: the settings, and what the message says.
+IDLE = [
+    (ModelConfig, {"rope_theta": 5e5, "position": "alibi"}, "model.position='rope'", "model.position='alibi'", 1e4),
+    (ModelConfig, {"rope_fraction": 0.5, "position": "none"}, "model.position='rope'", "model.position='none'", 1.0),
+    (
+        ModelConfig,
+        {"rope_interleaved": True, "position": "alibi"},
+        "model.position='rope'",
+        "model.position='alibi'",
+        False,
+    ),
+    (ModelConfig, {"d_ff_multiple": 64, "d_ff": 100}, "model.d_ff=None", "model.d_ff=100", 32),
+    (SparseConfig, {"group_score": "top2_sum"}, "model.moe.top_groups", "model.moe.top_groups=None", "'max'"),
+    (SparseConfig, {"shared_in_top_k": True}, "model.moe.n_shared_experts", "model.moe.n_shared_experts=0", False),
+    (
+        SparseConfig,
+        {"selection_bias_rate": 0.01},
+        "model.moe.selection_bias=True",
+        "model.moe.selection_bias=False",
+        0.001,
+    ),
+    (DataConfig, {"text_field": "body", "sources": (Source("a"),)}, r"data.sources=\(\)", "data.sources=.*", "'text'"),
+    (
+        DataConfig,
+        {"vocab_size": 999, "tokenizer": "bytes"},
+        "data.tokenizer='senten.*'",
+        "data.tokenizer='bytes'",
+        2048,
+    ),
+    (DataConfig, {"tokenizer_model": "x", "tokenizer": "bytes"}, "data.tokenizer='senten.*'", "data.token.*", None),
+    (OptimizerConfig, {"muon_learning_rate": 0.1}, "optimizer.name='muon'", "optimizer.name='adamw'", 0.02),
+    (OptimizerConfig, {"muon_momentum": 0.9, "name": "lion"}, "optimizer.name='muon'", "optimizer.name='lion'", 0.95),
+    (OptimizerConfig, {"beta1": 0.8, "name": "adafactor"}, "optimizer.name='adamw' or 'lion' or 'muon'", ".*", 0.9),
+    (OptimizerConfig, {"beta2": 0.8, "name": "adafactor"}, "optimizer.name='adamw' or 'lion' or 'muon'", ".*", 0.95),
+    (OptimizerConfig, {"eps": 1e-6, "name": "lion"}, "optimizer.name='adamw' or 'muon'", "optimizer.name=.*", 1e-08),
+    (OptimizerConfig, {"decay_fraction": 0.5}, "optimizer.schedule='wsd'", "optimizer.schedule='cosine'", 0.2),
+    (OptimizerConfig, {"min_ratio": 0.0, "schedule": "constant"}, "optimizer.schedule='cosine' or .*", ".*", 0.1),
+]
+
+
+@pytest.mark.parametrize(("cls", "fields", "needed", "given", "default"), IDLE)
+def test_what_has_no_effect_is_refused(cls, fields, needed, given, default):
+    name = next(iter(fields))
+    with pytest.raises(
+        ConfigError, match=rf"^{cls.section}.{name}=.* needs {needed}, not {given}; leave it at {default}$"
+    ):
+        cls(**fields)
+
+
+def test_every_field_that_needs_another_is_tried():
+    tried = {(cls, next(iter(settings))) for cls, settings, *_ in IDLE}
+    for cls in (DataConfig, OptimizerConfig, SparseConfig):
+        assert set(cls.needs) == {name for other, name in tried if other is cls}
+
+
+def test_what_loses_its_effect_goes_back_to_its_default():
+    model = ModelConfig(rope_theta=5e5, rope_fraction=0.5, d_ff_multiple=64)
+    assert model.changed(position="alibi") == ModelConfig(position="alibi", d_ff_multiple=64)
+    assert model.changed(n_layers=2) == dataclasses.replace(model, n_layers=2)
+    with pytest.raises(ConfigError, match=r"model.rope_theta=7.0 needs model.position='rope'"):
+        model.changed(position="alibi", rope_theta=7.0)
+
+
 @pytest.mark.parametrize(("make", "message"), WRONG, ids=[message for _, message in WRONG])
 def test_wrong_input_is_named(make, message):
     with pytest.raises(ConfigError, match=message):
@@ -297,6 +371,34 @@ def test_every_field_refuses_values_of_other_types(cls, name, hint):
 def test_every_float_is_finite(cls, name, value):
     with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}={value} must be a finite number$"):
         cls(**{name: value})
+
+
+@pytest.mark.parametrize(("cls", "name"), FLOATS)
+@pytest.mark.parametrize("value", [1e300, -3.5e38, 1e-300])
+def test_every_float_is_one_of_float32(cls, name, value):
+    with pytest.raises(
+        ConfigError, match=rf"^{cls.section}\.{name}={re.escape(str(value))} is beyond float32; a number"
+    ):
+        cls(**{name: value})
+
+
+def test_the_ends_of_float32_are_in_it():
+    info = np.finfo(np.float32)
+    ends = (float(info.smallest_normal), float(info.max))
+    assert LongRopeScaling(short_factors=ends).short_factors == ends
+    for beyond in (ends[0] * 0.999, ends[1] * 1.001):
+        with pytest.raises(ConfigError, match=r"short_factors=.* is beyond float32"):
+            LongRopeScaling(short_factors=(1.0, beyond))
+
+
+SIZES = [(cls, name) for cls, name, hint in FIELDS if int in (hint, *typing.get_args(hint)) and cls is not MeshConfig]
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, name in SIZES if name != "seed"])
+def test_every_size_is_less_than_2_to_the_31(cls, name):
+    beside = {"position": "learned"} if name.startswith("position") else {}
+    with pytest.raises(ConfigError, match=rf"^{cls.section}\.{name}=1000000000000 must be less than 2\^31"):
+        cls(**{name: 10**12}, **beside)
 
 
 def test_every_float_of_a_tuple_is_finite():

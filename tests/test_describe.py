@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import math
 import re
@@ -7,8 +8,21 @@ import jax
 import pytest
 from jax.interpreters import partial_eval
 
+from zoo import objectives
 from zoo.cli import main
-from zoo.config import Block, DenseConfig, ModelConfig, OptimizerConfig, SoftConfig, SparseConfig
+from zoo.config import (
+    Block,
+    ConfigError,
+    DataConfig,
+    DenseConfig,
+    Experiment,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    SoftConfig,
+    SparseConfig,
+    TrainConfig,
+)
 from zoo.describe import (
     Question,
     compare,
@@ -21,15 +35,18 @@ from zoo.describe import (
     flops_per_token,
     peak_flops,
     preset_table,
+    question_of,
 )
 from zoo.describe.flops import decoding_flops, forward_flops, live_share, merging_flops, recomputed_flops
-from zoo.describe.memory import activation_bytes_per_token, training_state
-from zoo.describe.parameters import Parameters
+from zoo.describe.memory import TrainingState, activation_bytes_per_token, logit_bytes, training_state
 from zoo.kernels.masks import Causal, Full
 from zoo.layers.logical import is_spec
 from zoo.models.decoder import build
 from zoo.models.presets import preset
+from zoo.parallel.mesh import make_mesh
+from zoo.parallel.rules import device_bytes
 from zoo.train.optimizer import make_optimizer
+from zoo.train.state import abstract_state, make_layout
 
 D, F, H, K, h, V, E, L = 8, 12, 2, 1, 4, 32, 4, 3
 SIZES = {"vocab_size": V, "d_model": D, "n_layers": L, "n_heads": H, "n_kv_heads": K, "d_ff": F, "context_length": 16}
@@ -203,20 +220,76 @@ def test_gpt3_took_3640_petaflop_days():
 
 def test_zero_splits_the_state():
     """As in figure 1 of arXiv 1910.02054, 7.5 B parameters on 64 devices, with 4 + 4 + 8 bytes a parameter."""
-    sizes = Parameters(total=7_500_000_000, active=0, products=0, matrices=7_000_000_000)
-    total = [training_state(sizes, ModelConfig(), "adamw", zero, 64).total / 1e9 for zero in range(4)]
+    state = TrainingState(weights=4 * 7.5e9, gradients=4 * 7.5e9, optimizer=8 * 7.5e9)
+    total = [state.split(zero, 64).total / 1e9 for zero in range(4)]
     assert total == pytest.approx([120, 60 + 60 / 64, 30 + 90 / 64, 120 / 64])
-    assert training_state(sizes, ModelConfig(param_dtype="bfloat16"), "lion", 0, 8).total == 75e9
-    assert training_state(sizes, ModelConfig(), "muon", 0, 8).optimizer == 4 * 7e9 + 8 * 0.5e9
-    assert training_state(sizes, ModelConfig(), "lion", 1, 8, ema=True).optimizer == (4 + 4) * 7.5e9 / 8
 
 
-@pytest.mark.parametrize("name", ["adamw", "muon", "lion"])
-def test_moments_are_as_large_as_the_optimizers(name):
-    config, specs, got = count(moe=SparseConfig(n_experts=E, d_ff=F))
-    state = jax.eval_shape(make_optimizer(OptimizerConfig(name=name), specs).init, specs_as_arrays(specs))
+def test_the_state_of_a_model_by_hand():
+    _, specs, got = count()
+    matrices = got.total - V * D - (2 * L + 1) * D
+    assert training_state(specs, "adamw") == (4 * got.total, 4 * got.total, 8 * got.total)
+    assert training_state(specs, "lion", ema=True).optimizer == (4 + 4) * got.total
+    assert training_state(specs, "muon").optimizer == 4 * matrices + 8 * (got.total - matrices)
+    _, halves, _ = count(param_dtype="bfloat16")
+    assert training_state(halves, "lion") == (2 * got.total, 4 * got.total, 4 * got.total)
+
+
+# Matrices of less than 128 rows or columns, whose squares Adafactor keeps whole; of more; and of both kinds.
+STATES = {
+    "narrow": ModelConfig(**SIZES, moe=SparseConfig(n_experts=E, d_ff=F, score="sigmoid", selection_bias=True)),
+    "wide": ModelConfig(vocab_size=300, d_model=128, n_layers=3, n_heads=2, d_ff=256, tie_embeddings=False),
+    "mixed": ModelConfig(
+        vocab_size=100,
+        d_model=256,
+        n_heads=4,
+        n_kv_heads=1,
+        ffn_bias=True,
+        position="learned",
+        activation="swish_learned",
+        moe=SparseConfig(n_experts=E, d_ff=160, n_shared_experts=1),
+    ),
+}
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon", "lion", "adafactor"])
+@pytest.mark.parametrize("name", STATES)
+def test_moments_are_as_large_as_the_optimizers(name, optimizer):
+    specs = build(STATES[name]).abstract_params()
+    made = make_optimizer(OptimizerConfig(name=optimizer), specs)
+    state = jax.eval_shape(made.init, specs_as_arrays(specs))
     numbers = sum(leaf.size for leaf in jax.tree.leaves(state) if leaf.ndim)
-    assert training_state(got, config, name, 0, 1).optimizer == 4 * numbers
+    assert training_state(specs, optimizer).optimizer == 4 * numbers > 0
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+@pytest.mark.parametrize("optimizer", ["muon", "adafactor"])
+def test_a_mesh_holds_what_the_layout_of_training_does(optimizer, zero):
+    specs = build(STATES["mixed"]).abstract_params()
+    config = MeshConfig(data=1, fsdp=2, tensor=2, expert=2, zero=zero)
+    made = make_optimizer(OptimizerConfig(name=optimizer), specs)
+    layout = make_layout(specs, made, make_mesh(config, jax.devices()[:8]), zero, ema=True)
+    shapes = abstract_state(specs, made, ema=True)
+    arrays = [(leaf, at) for leaf, at in zip(*map(jax.tree.leaves, (shapes, layout.state)), strict=True) if leaf.ndim]
+    got = training_state(specs, optimizer, ema=True, mesh=config)
+    assert got.weights + got.optimizer == sum(device_bytes([leaf], [at]) for leaf, at in arrays)
+    wide = jax.tree.map(lambda p: jax.ShapeDtypeStruct(p.shape, "float32"), specs_as_arrays(specs))
+    assert got.gradients == device_bytes(wide, layout.grads)
+
+
+def test_a_chunk_of_logits_is_that_of_the_objective():
+    for rows, length in ((2, 16), (3, 200), (64, 16)):
+        config = ModelConfig(vocab_size=50_000, context_length=256)
+        (chunks, _) = jax.eval_shape(
+            lambda x, y: objectives._chunked(x, y, 50_000),
+            jax.ShapeDtypeStruct((rows, length, 4), "float32"),
+            jax.ShapeDtypeStruct((rows, length), "int32"),
+        )
+        at_once = chunks.shape[1] * chunks.shape[2]
+        assert logit_bytes(config, rows, length) == (4 * rows * length * 50_000, 4 * at_once * 50_000)
+        # The chunk is that of all rows, of which a device has its part.
+        assert logit_bytes(config, rows, length, 4)[1] * 4 == logit_bytes(config, 4 * rows, length)[1]
+    assert logit_bytes(config, 64, 16)[1] == 64 * 50_000 * 4
 
 
 def specs_as_arrays(specs):
@@ -224,13 +297,13 @@ def specs_as_arrays(specs):
 
 
 def test_activations_by_hand():
-    scores = 4 * H * 16
+    log_sums = 4 * H
     block = 4 * (4 * D + 2 * H * h + 2 * K * h + 3 * F)
-    assert activation_bytes_per_token(ModelConfig(**SIZES), 16) == L * (block + scores)
+    assert activation_bytes_per_token(ModelConfig(**SIZES), 16) == L * (block + log_sums)
     full = activation_bytes_per_token(ModelConfig(**SIZES, remat="full"), 16)
-    assert full == L * 4 * D + block + scores
-    kept = 4 * (3 * D + 2 * H * h + 2 * K * h + 2 * F) + scores
-    assert activation_bytes_per_token(ModelConfig(**SIZES, remat="dots"), 16) == L * kept + block + scores
+    assert full == L * 4 * D + block + log_sums
+    kept = 4 * (3 * D + H * h + 2 * K * h + 2 * F)
+    assert activation_bytes_per_token(ModelConfig(**SIZES, remat="dots"), 16) == L * kept + block + log_sums
 
 
 @pytest.mark.parametrize("name", ["mixtral-8x7b", "gpt-oss-20b", "qwen1.5-moe-a2.7b", "gpt2", "bloom-560m"])
@@ -258,6 +331,54 @@ def test_comparison():
     assert "no field differs" in str(compare(one, one))
 
 
+def test_comparison_of_experiments_is_of_all_settings_and_of_their_own_training():
+    model = ModelConfig(**SIZES | {"context_length": 32})
+    one = Experiment("one", model, optimizer=OptimizerConfig(name="lion"), mesh=MeshConfig(data=2, fsdp=2))
+    longer = dataclasses.replace(model, context_length=64)
+    train = TrainConfig(steps=200, batch_size=24, micro_batches=2)
+    other = Experiment("other", longer, data=DataConfig(split="tail"), optimizer=OptimizerConfig("adamw"), train=train)
+    found = compare(("a.py", one), ("b.py", other))
+    assert found.differences == {
+        "model.context_length": (32, 64),
+        "data.split": ("auto", "tail"),
+        "optimizer.name": ("lion", "adamw"),
+        "train.steps": (1000, 200),
+        "train.batch_size": (16, 24),
+        "train.micro_batches": (1, 2),
+        "mesh.data": (2, -1),
+        "mesh.fsdp": (2, 1),
+    }
+    n = count()[2].total
+    costs = found.costs
+    assert costs["training state, bytes, ZeRO 0"] == ((4 + 4 + 4) * n, (4 + 4 + 8) * n)
+    assert costs["training state, bytes on a device"] == (12 * n // 2, 16 * n)
+    assert costs["devices of the mesh"] == (4, 1) and costs["sequences on a device"] == (4, 12)
+    assert costs["activations, bytes on a device"] == (
+        4 * 32 * activation_bytes_per_token(model, 32),
+        12 * 64 * activation_bytes_per_token(longer, 64),
+    )
+    assert costs["tokens of training"] == (1000 * 16 * 32, 200 * 24 * 64)
+    assert set(compare(("a", model), ("b", other)).differences) == {"context_length"}
+
+
+def test_an_experiment_asks_for_its_own_batch_and_mesh():
+    mesh = MeshConfig(data=2, fsdp=-1, expert=4, zero=2)
+    experiment = Experiment("x", train=TrainConfig(batch_size=100, micro_batches=2, steps=200), mesh=mesh)
+    assert question_of(experiment) == Question(
+        length=256,
+        batch_size=25,
+        n_devices=8,
+        mesh=MeshConfig(data=2, fsdp=1, expert=4, zero=2),
+        tokens=200 * 100 * 256,
+    )
+    wider = question_of(experiment, 24)
+    assert (wider.mesh.fsdp, wider.batch_size, wider.n_devices) == (3, 9, 24)  # 50 rows among 6, rounded up
+    with pytest.raises(
+        ConfigError, match=r"mesh.data=2 x mesh.fsdp=-1 .* needs a multiple of 8 devices, but there are 9"
+    ):
+        question_of(experiment, 9)
+
+
 def test_the_table_of_presets_is_up_to_date():
     assert (Path(__file__).parents[1] / "docs/presets.md").read_text() == preset_table()
 
@@ -279,6 +400,12 @@ def test_json(capsys):
     assert found["training"]["tokens"] == 1.4e12 and "days" not in found["training"]
     assert main(["compare", "llama2-7b", "mistral-7b", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["differences"]["d_ff"] == [11008, 14336]
+    quickstart = str(Path(__file__).parents[1] / "configs/quickstart.py")
+    assert main(["describe", "--config", quickstart, "--json", "--devices", "4", "--length", "64"]) == 0
+    found = json.loads(capsys.readouterr().out)["memory_bytes"]
+    assert found["logits_whole"] == 4 * 2048 * 16 // 4 * 64 and found["mesh"] == found["zero_0"]
+    assert main(["compare", quickstart, str(Path(quickstart).with_name("moe_sparse.py")), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["differences"]["train.steps"] == [180, 120]
 
 
 def test_screen(capsys):
@@ -288,7 +415,11 @@ def test_screen(capsys):
     assert main(["describe", "--preset", "palm-540b"]) == 0
     assert "Note: The exact count" in capsys.readouterr().out
     assert main(["describe", "--config", str(Path(__file__).parents[1] / "configs/quickstart.py")]) == 0
-    assert "2 K h L x 4 bytes" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "2 K h L x 4 bytes" in shown and "on this mesh, ZeRO 3" in shown and "4,096 tokens x" in shown
+    assert main(["describe", "--preset", "gpt2"]) == 0
+    shown = capsys.readouterr().out
+    assert "ZeRO 0, state of 1 of 8" in shown and "1,024 tokens x" in shown and "on this mesh" not in shown
 
 
 @pytest.mark.parametrize(
@@ -302,6 +433,8 @@ def test_screen(capsys):
         ("describe --preset gpt2 --tokens=-1", "--tokens -1.0 must be a positive number, at most 1e30"),
         ("describe --preset=", "preset='' is not the name of a preset"),
         ("describe --preset gpt2 --tokens 1e308", "--tokens 1e[+]308 must be a positive number, at most 1e30"),
+        ("describe --all --length 5", "--all is a table in Markdown and has no --length; ask for one --preset"),
+        ("describe --preset gpt2 --mfu 0.5", "--mfu 0.5 is a share of a device's peak; it needs --device"),
         ("describe --all --json", "--all is a table in Markdown and has no --json"),
         ("compare gpt2", "zoo compare needs two presets or config files before any option; 1 are given"),
         ("compare gpt2 gpt3", "preset='gpt3' is not the name of a preset"),

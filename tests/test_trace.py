@@ -20,7 +20,7 @@ from zoo.cli import main
 from zoo.data.tokenizer import ByteTokenizer
 from zoo.laws.case import noisy
 from zoo.models.decoder import build
-from zoo.trace import TraceError, trace
+from zoo.trace import TraceError, record, trace
 
 TEXT = "A <cat> é"
 BASE = ModelConfig(vocab_size=259, d_model=16, n_layers=2, n_heads=4, n_kv_heads=2, d_ff=24, context_length=16)
@@ -252,12 +252,29 @@ def test_tokens_need_no_tokenizer_and_parts_of_characters_have_names(sparse):
         ("", ByteTokenizer(), "the text is empty; give at least one token"),
         ("a" * 17, ByteTokenizer(), "the text is 17 tokens long, more than model.context_length=16; shorten it"),
         ([1, 259], None, "token 259 is outside of model.vocab_size=259; use the model's tokenizer"),
+        ([2**40], None, f"token {2**40} is outside of model.vocab_size=259; use the model's tokenizer"),
         ([-1], None, "token -1 is outside of model.vocab_size=259; use the model's tokenizer"),
     ],
 )
 def test_what_cannot_be_traced_is_said_in_a_sentence(text, tokenizer, message):
     with pytest.raises(TraceError, match=re.escape(f"trace: {message}")):
         trace(build(BASE), {}, text, tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2.5], "token 1.0 is of type float64; ids are whole numbers"),
+        (["a"], "token a is of type <U1; ids are whole numbers"),
+        ([[1, 2], [3, 4]], "the tokens are not one row; give the ids of one text, a list of whole numbers"),
+        ([[1, 2], [3]], "the tokens are not one row; give the ids of one text, a list of whole numbers"),
+        (7, "the tokens are not one row; give the ids of one text, a list of whole numbers"),
+    ],
+)
+def test_what_is_no_row_of_ids_is_said_in_a_sentence(ids, message):
+    """Behind the type checker of the tests, which users do not have."""
+    with pytest.raises(TraceError, match=re.escape(f"trace: {message}")):
+        record._tokens(BASE, ids, None)
 
 
 def test_more_than_a_page_shows_is_refused():
@@ -317,6 +334,11 @@ def test_a_run_begins_as_its_documents_did(monkeypatch, capsys):
         (["--preset", "gpt2", "--text", "a", "--layers", "0"], "--layers 0 must be at least 1"),
         (["--preset", "gpt2", "--text", "a", "--seed", "-1"], "--seed -1 must be at least 0 and less than 2^32"),
         (["--preset", "gpt2", "--text", "a", "--html", "no/such/page.html"], "there is no folder no/such; make it"),
+        (
+            ["--preset", "gpt2", "--text", "a", "--html", "docs"],
+            "--html docs is a folder; give the name of a file in it",
+        ),
+        (["--model", "x", "--text", "a", "--seed", "3"], "--seed 3 is of random weights, and those of --model x are"),
         (["--preset", "gpt2", "--text", "a", "--html", "README.md"], "--html README.md exists and is no page of zoo"),
         (["--preset", "gpt2", "--text", "a", "--txet", "b"], "there is no option --txet; did you mean --text?"),
         (["--model", "no/such/run", "--text", "a"], "there is no run directory no/such/run"),

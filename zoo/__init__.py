@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from zoo.infer.generate import generate
     from zoo.laws import check
     from zoo.models.decoder import build
-    from zoo.models.presets import preset
+    from zoo.models.presets import preset, recipe
     from zoo.rundir import load
     from zoo.trace.record import trace
     from zoo.train.loop import train
@@ -39,6 +39,7 @@ _LAZY = {
     "generate": "zoo.infer.generate",
     "load": "zoo.rundir",
     "preset": "zoo.models.presets",
+    "recipe": "zoo.models.presets",
     "trace": "zoo.trace.record",
     "train": "zoo.train.loop",
 }
@@ -62,6 +63,7 @@ __all__ = [
     "generate",
     "load",
     "preset",
+    "recipe",
     "trace",
     "train",
 ]

@@ -177,6 +177,8 @@ def test_a_file_in_the_folder_s_place_is_refused(tmp_path):
 def test_a_missing_model_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"data\.tokenizer_model='.*none' cannot be read \(No such file"):
         make_tokenizer(DataConfig(tokenizer_model=str(tmp_path / "none")), ())
+    with pytest.raises(DataError, match=r"data\.tokenizer_model=.* cannot be read \(Is a directory\); give a Sentence"):
+        make_tokenizer(DataConfig(tokenizer_model=str(tmp_path)), ())
 
 
 def test_a_vocabulary_too_large_or_small_for_the_text_names_the_one_that_fits():

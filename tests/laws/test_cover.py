@@ -6,7 +6,7 @@ import jax
 import pytest
 
 import zoo
-from tests.laws.cover import LAWS, PARTS, SCALINGS, SIZES, model, rows
+from tests.laws.cover import LAWS, SCALINGS, SIZES, factor_choices, model, rows
 from zoo.config import ModelConfig
 from zoo.laws.case import make_case
 from zoo.laws.runner import LAWS as RULES
@@ -17,7 +17,7 @@ NAMES = ["-".join(row.values()) for row in ROWS]
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def test_law(row):
-    finding = RULES[row["law"]](make_case(zoo.build(model(row)), None, seed=0))
+    finding = RULES[row["law"]](make_case(model(row), None, seed=0))
     if finding.passed is None:
         assert row["law"] == "equivalence" and row["mixture"] in ("none", "sigmoid", "null"), finding.detail
     else:
@@ -32,7 +32,7 @@ def test_scaled_positions_keep_the_cache(scaling):
 
 
 def test_every_two_choices_meet():
-    factors = {name: list(choices) for name, choices in PARTS.items()} | {"law": list(LAWS)}
+    factors = factor_choices()
     for one, other in itertools.combinations(factors, 2):
         met = {(row[one], row[other]) for row in ROWS}
         assert met == set(itertools.product(factors[one], factors[other])), (one, other)

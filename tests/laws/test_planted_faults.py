@@ -124,6 +124,8 @@ def test_law_finds_the_fault(faulty, law, message):
 def test_an_unknown_law_names_the_nearest():
     with pytest.raises(zoo.ConfigError, match="did you mean causality"):
         zoo.check(zoo.build(ARCHITECTURES["none"]), laws=["causalty"])
+    with pytest.raises(zoo.ConfigError, match=r"laws=\[\] holds no law to try; name some of causality, padding,"):
+        zoo.check(zoo.build(ARCHITECTURES["none"]), laws=[])
 
 
 def test_a_context_of_one_token_can_be_checked_and_one_law_named_alone():

@@ -40,7 +40,7 @@ def test_groups_positions_and_divisors_shrink_together():
     assert (small.moe.n_experts, small.moe.n_groups, small.moe.top_groups, small.moe.top_k) == (14, 2, 1, 6)
     assert small.rope_scaling == LongRopeScaling(32.0, 2, (1.0, 1.0), (1.0, 2.0))
     assert (small.context_length, small.vocab_multiple, small.padded_vocab_size) == (64, 8, 64)
-    every_group = dataclasses.replace(moe, top_groups=None)
+    every_group = dataclasses.replace(moe, top_groups=None, device_weight=0.1)
     assert reduced(dataclasses.replace(model, moe=every_group)).moe.n_experts == 14
     learned = ModelConfig(context_length=2048, position="learned", position_rows=4096, position_offset=2)
     assert (reduced(learned).position_rows, reduced(learned).position_offset) == (None, 2)

@@ -110,6 +110,17 @@ def test_a_token_beyond_the_vocabulary_is_not_taken_for_another():
         assert not bool(jnp.isfinite(logits[0, 1]).any())
 
 
+@pytest.mark.parametrize("position", ["rope", "alibi", "sinusoidal", "learned", "none"])
+def test_a_position_outside_of_the_context_is_not_taken_for_one_of_it(position):
+    config = dataclasses.replace(ARCHITECTURES["none"], position=position, context_length=8)
+    model = zoo.build(config)
+    params = jax.jit(model.init)(jax.random.key(0), TOKENS[:, :8])["params"]
+    run = jax.jit(lambda positions: model.apply({"params": params}, TOKENS[:1, :2], positions).logits)
+    assert bool(jnp.isfinite(run(jnp.array([[6, 7]]))).all())
+    for outside in (8, -1):
+        assert not bool(jnp.isfinite(run(jnp.array([[3, outside]]))[0, 1]).any())
+
+
 @pytest.mark.parametrize("name", ["dense", "soft"])
 def test_padding_may_hold_what_has_no_vector(name):
     """Tokens and positions that are NaN elsewhere; NaN times the weight 0 that padding has would spread."""

@@ -105,6 +105,12 @@ def test_openmoe_by_hand():
     assert count("openmoe-8b").total == 256_384 * 2048 + layers + 2048
 
 
+@pytest.mark.parametrize(("name", "coefficient"), [("mixtral-8x7b", 0.02), ("mixtral-8x22b", 0.001)])
+def test_mixtral_has_the_balance_weight_of_its_config_json(name, coefficient):
+    """`router_aux_loss_coef` weighs a loss that is k = 2 at balance, where the zoo's is 1."""
+    assert zoo.preset(name).moe.balance_weight == 2 * coefficient
+
+
 def test_llama_comes_with_the_recipe_of_its_table():
     table = {"7b": (3e-4, 1.0), "13b": (3e-4, 1.0), "33b": (1.5e-4, 1.4), "65b": (1.5e-4, 1.4)}
     for size, (learning_rate, trillions) in table.items():
@@ -112,9 +118,32 @@ def test_llama_comes_with_the_recipe_of_its_table():
         assert recipe == (recipe.__class__)(learning_rate, 4e6, trillions * 1e12)
 
 
+def test_llamas_recipes_are_settings():
+    """LLaMA 1, table 2 and section 2.3; LLaMA 2, table 1 and section 2.2."""
+    rows = {"llama-7b": (3e-4, 2048, 1.0e12), "llama-65b": (1.5e-4, 2048, 1.4e12), "llama2-70b": (1.5e-4, 4096, 2.0e12)}
+    for name, (learning_rate, length, tokens) in rows.items():
+        experiment = zoo.recipe(name)
+        rule, train = experiment.optimizer, experiment.train
+        assert (rule.name, rule.learning_rate, rule.beta1, rule.beta2) == ("adamw", learning_rate, 0.9, 0.95)
+        assert (rule.weight_decay, rule.clip_norm) == (0.1, 1.0)
+        assert (rule.schedule, rule.warmup_steps, rule.min_ratio) == ("cosine", 2000, 0.1)
+        assert (rule.decay_fraction, rule.final_decay_steps, rule.ema_decay) == (0.2, 0, None)
+        assert experiment.model == zoo.preset(name) and experiment.model.context_length == length
+        assert train.batch_size * length == pytest.approx(4e6, abs=length / 2)
+        assert train.steps * train.batch_size * length == pytest.approx(tokens, rel=1e-5)
+    assert zoo.recipe("llama2-7b").optimizer.eps == 1e-5
+    for name in ("gpt2", "palm-540b"):
+        with pytest.raises(
+            ConfigError, match=f"preset='{name}' comes without a recipe .* there are those of llama-7b, "
+        ):
+            zoo.recipe(name)
+
+
 def test_fields_can_be_replaced():
     config = zoo.preset("mixtral-8x7b", n_layers=2, moe=SparseConfig(n_experts=4))
     assert (config.n_layers, config.moe.n_experts, config.d_model) == (2, 4, 4096)
+    assert zoo.preset("openmoe-8b", n_layers=2, moe=None).n_layers == 2
+    assert zoo.preset("llama3-8b", position="alibi").rope_theta == zoo.ModelConfig().rope_theta
 
 
 @pytest.mark.parametrize(
@@ -122,6 +151,11 @@ def test_fields_can_be_replaced():
     [
         ("mixtral-8x7", {}, "preset='mixtral-8x7' is not the name of a preset; did you mean mixtral-8x7b"),
         ("gpt2", {"n_layer": 2}, "preset: n_layer is not a field of ModelConfig; did you mean n_layers"),
+        (
+            "openmoe-8b",
+            {"n_layers": 2},
+            "model.n_layers=2 ends before block 6, the first that has model.moe; set at least 6, or model.moe to None",
+        ),
         ("gpt2", {"n_heads": 7}, "model.d_model=768 is not a multiple of model.n_heads=7"),
     ],
 )

@@ -115,10 +115,11 @@ def test_more_kv_heads_than_parts_must_divide(mesh):
 
 def test_batch(mesh):
     rows = jax.device_put(np.zeros((8, 3)), rules.batch_sharding(mesh))
-    assert {s.data.shape for s in rows.addressable_shards} == {(4, 3)}
+    assert {s.data.shape for s in rows.addressable_shards} == {(2, 3)}
     rules.check_batch("train.batch_size=8", 8, mesh)
-    with pytest.raises(ConfigError, match=r"train.batch_size=7 gives 7 rows.*mesh.data=1 x mesh.fsdp=2.*multiple of 2"):
-        rules.check_batch("train.batch_size=7", 7, mesh)
+    reason = r"train.batch_size=6 gives 6 rows.*mesh.data=1 x mesh.fsdp=2 x mesh.expert=2; choose a multiple of 4$"
+    with pytest.raises(ConfigError, match=reason):
+        rules.check_batch("train.batch_size=6", 6, mesh)
 
 
 def test_constrain_pins_and_leaves_values(mesh):
@@ -126,7 +127,7 @@ def test_constrain_pins_and_leaves_values(mesh):
     x = jnp.arange(4 * 3 * 8.0).reshape(4, 3, 8)
     y = jax.jit(lambda x: constrain(x, ("batch", "length", "mlp")))(x)
     np.testing.assert_array_equal(y, x)
-    assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, P("fsdp", None, "tensor")), 3)
+    assert y.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(("fsdp", "expert"), None, "tensor")), 3)
     odd = jax.jit(lambda x: constrain(x, ("batch", "length", "mlp")))(x[:3])
     assert odd.sharding.is_equivalent_to(jax.NamedSharding(mesh, P(None, None, "tensor")), 3)
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 
 from zoo.cli.experiment_file import load_experiment
 from zoo.cli.options import OptionError, parse
-from zoo.config import DataConfig, Experiment
-from zoo.models.presets import Preset, find_preset, preset
+from zoo.config import DataConfig, Experiment, ModelConfig
+from zoo.models.presets import Preset, find_preset, preset, preset_names
 
 
 @dataclass(frozen=True)
@@ -23,10 +23,11 @@ class Describe:
         all: print the Markdown table of all presets instead.
         json: print JSON instead of tables.
         length: tokens of a sequence; None for the model's context_length.
-        batch_size: sequences on one device, for activations and logits.
-        devices: how many share a training run.
+        batch_size: sequences on one device, for activations and logits; None for the config's share of its batch, or 1.
+        devices: how many share a training run; None for the config's mesh, with 1 for an axis at -1, or 8.
         optimizer: whose state is held; None for the config's, or adamw.
-        tokens: to train on; None for those that the preset's authors trained on, where the zoo knows them.
+        tokens: to train on; None for those of the config's steps, or those that the preset's authors trained on, where
+            the zoo knows them.
         device: a100, h100, h100-pcie, h200, v4, v5e, v5p or v6e.
         mfu: the share of the device's peak that training reaches.
     """
@@ -36,8 +37,8 @@ class Describe:
     all: bool = False
     json: bool = False
     length: int | None = None
-    batch_size: int = 1
-    devices: int = 8
+    batch_size: int | None = None
+    devices: int | None = None
     optimizer: Literal["adamw", "muon", "lion", "adafactor"] | None = None
     tokens: float | None = None
     device: str | None = None
@@ -47,6 +48,8 @@ class Describe:
 @dataclass(frozen=True)
 class Compare:
     """Put two models side by side, `zoo compare A B`, each a preset or a config file: what differs, what it costs.
+
+    Two config files are compared in all of their settings, and in what their training costs.
 
     Attributes:
         json: print JSON instead of a table.
@@ -61,32 +64,42 @@ def describe(args: Sequence[str]) -> int:
     if sum((given.config is not None, given.preset is not None, given.all)) != 1:
         raise OptionError("zoo describe needs one of --preset NAME, --config FILE and --all")
     _check(given)
-    from zoo.describe import Question, find_device, preset_table
     from zoo.describe import describe as run
+    from zoo.describe import preset_table
 
     if given.all:
         print(preset_table(), end="")
         return 0
     name = given.config if given.preset is None else given.preset
-    experiment = _named(name, is_preset=given.preset is not None)
+    config = _named(name, is_preset=given.preset is not None)
     published = None if given.preset is None else find_preset(given.preset)
-    known = published and published.recipe and published.recipe.tokens
-    question = Question(
-        length=given.length or experiment.model.context_length,
-        batch_size=given.batch_size,
-        n_devices=given.devices,
-        optimizer=given.optimizer or experiment.optimizer.name,
-        ema=experiment.optimizer.ema_decay is not None,
-        tokens=given.tokens or known,
-        device=None if given.device is None else find_device(given.device),
-        mfu=given.mfu,
-    )
-    found = run(experiment.model, name, question)
+    model = config.model if isinstance(config, Experiment) else config
+    found = run(model, name, _question(given, config, published))
     if given.json:
         print(json.dumps(found.values | ({} if published is None else {"published": _record(published)}), indent=1))
     else:
         print(found, *([] if published is None else _words(published)), sep="\n")
     return 0
+
+
+def _question(given: Describe, config: Experiment | ModelConfig, published: Preset | None) -> Any:
+    """What the options ask, and what they leave open as the file has it, or the preset."""
+    from zoo.describe import Question, find_device, question_of
+
+    if isinstance(config, Experiment):
+        question = question_of(config, given.devices)
+    else:
+        question = Question(config.context_length, tokens=published and published.recipe and published.recipe.tokens)
+    asked = {
+        "length": given.length,
+        "batch_size": given.batch_size,
+        "n_devices": given.devices,
+        "optimizer": given.optimizer,
+        "tokens": given.tokens,
+        "device": None if given.device is None else find_device(given.device),
+        "mfu": given.mfu,
+    }
+    return question._replace(**{name: value for name, value in asked.items() if value is not None})
 
 
 def _record(published: Preset) -> dict[str, Any]:
@@ -114,8 +127,12 @@ def _check(given: Describe) -> None:
         raise OptionError(f"--tokens {given.tokens} must be a positive number, at most 1e30")
     if not 1e-6 <= given.mfu <= 1:
         raise OptionError(f"--mfu {given.mfu} must lie between 1e-6 and 1")
-    if given.all and given.json:
-        raise OptionError("--all is a table in Markdown and has no --json; ask for one --preset")
+    if given.mfu != Describe.mfu and given.device is None:
+        raise OptionError(f"--mfu {given.mfu} is a share of a device's peak; it needs --device")
+    asked = [f.name for f in dataclasses.fields(given) if f.name != "all" and getattr(given, f.name) != f.default]
+    if given.all and asked:
+        option = asked[0].replace("_", "-")
+        raise OptionError(f"--all is a table in Markdown and has no --{option}; ask for one --preset")
 
 
 def compare(args: Sequence[str]) -> int:
@@ -128,17 +145,17 @@ def compare(args: Sequence[str]) -> int:
         raise OptionError(f"zoo compare needs two presets or config files before any option; {len(names)} are given")
     from zoo.describe import compare as run
 
-    found = run(*((name, _named(name).model) for name in names))
+    found = run(*((name, _named(name)) for name in names))
     print(json.dumps(found.to_json(), indent=1) if given.json else found)
     return 0
 
 
-def _named(name: str, is_preset: bool | None = None) -> Experiment:
-    """A config file's experiment, or one of a preset; a vocabulary that the file leaves open is the tokenizer's."""
+def _named(name: str, is_preset: bool | None = None) -> Experiment | ModelConfig:
+    """A config file's experiment, or a preset's model; a vocabulary that the file leaves open is the tokenizer's."""
     if is_preset is None:
-        is_preset = not (name.endswith(".py") or pathlib.Path(name).is_file())
+        is_preset = name in preset_names() or not (name.endswith(".py") or pathlib.Path(name).exists())
     if is_preset:
-        return Experiment(name, model=preset(name))
+        return preset(name)
     experiment = load_experiment(name)
     vocab_size = experiment.model.vocab_size or _vocabulary(experiment.data)
     return dataclasses.replace(experiment, model=dataclasses.replace(experiment.model, vocab_size=vocab_size))

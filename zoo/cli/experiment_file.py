@@ -18,6 +18,8 @@ def load_experiment(path: str) -> Experiment:
         ConfigError: the file cannot be read or fails (names the line), or defines no such `config`.
     """
     file = pathlib.Path(path)
+    if file.is_dir():
+        raise ConfigError(f"--config {path} is a folder; give a Python file that defines config = Experiment(...)")
     if not file.is_file():
         others = [str(other) for other in file.parent.glob("*.py")] if file.parent.is_dir() else []
         raise ConfigError(f"--config {path}: there is no such file{nearest(path, others)}")

@@ -189,6 +189,10 @@ def _fits(hint: Any, text: str) -> bool:
         if typing.get_origin(kind) is Literal:
             if text in map(str, typing.get_args(kind)):
                 return True
+        elif typing.get_origin(kind) is tuple:
+            # Given once for every item.
+            if _fits(typing.get_args(kind)[0], text):
+                return True
         elif kind is type(None):
             if text == "None":
                 return True
@@ -213,6 +217,8 @@ def _expected(hint: Any, text: str) -> str:
         if typing.get_origin(kind) is Literal:
             choices = list(map(str, typing.get_args(kind)))
             parts.append(f"one of {', '.join(choices)}{nearest(text, choices)}")
+        elif typing.get_origin(kind) is tuple:
+            parts.append(_expected(typing.get_args(kind)[0], text) + ", and given again for each further one")
         else:
             words = {int: "a whole number", float: "a number", bool: f"True or False{nearest(text, ('True', 'False'))}"}
             parts.append((words | {type(None): "None"})[kind])

@@ -58,12 +58,16 @@ def _check(given: Trace) -> None:
         raise OptionError('zoo trace needs --text "...", the sentence')
     if given.layers is not None and given.layers < 1:
         raise OptionError(f"--layers {given.layers} must be at least 1")
+    if given.model is not None and given.seed != Trace.seed:
+        raise OptionError(f"--seed {given.seed} is of random weights, and those of --model {given.model} are trained")
     if not 0 <= given.seed < 2**32:
         raise OptionError(f"--seed {given.seed} must be at least 0 and less than 2^32")
 
 
 def _writable(path: Path) -> Path:
     """The path of a page; what is no page stays what it is."""
+    if path.is_dir():
+        raise OptionError(f"--html {path} is a folder; give the name of a file in it")
     if path.exists() and "zoo trace" not in path.read_text(encoding="utf-8", errors="replace")[:500]:
         raise OptionError(f"--html {path} exists and is no page of zoo trace; choose another name")
     if not path.absolute().parent.is_dir():

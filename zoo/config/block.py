@@ -39,9 +39,9 @@ class Block(Section):
 
     def __post_init__(self):
         super().__post_init__()
-        self.require_at_least(1, "window")
         # Positions are int32.
         self.require(self.window is None or self.window < 2**31, "window", "must be less than 2^31, or None for all")
+        self.require_at_least(1, "window")
         self.require(self.rope_theta is None or self.rope_theta > 1, "rope_theta", "must be more than 1, or None")
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from zoo.config.model import ModelConfig
-from zoo.config.section import Section
+from zoo.config.section import Needs, Section
 from zoo.config.serialize import flat, to_dict
 
 
@@ -16,7 +16,7 @@ class Source(Section):
 
     Attributes:
         path: as DataConfig.path.
-        weight: its share of the training windows, relative to the other sources'.
+        weight: its share of the training windows, relative to the other sources'; validation does without.
         text_field: as DataConfig.text_field.
     """
 
@@ -39,15 +39,16 @@ class DataConfig(Section):
         path: a file or a glob of text (.txt, or any other ending), JSON lines (.jsonl, .json) or Parquet
             (.parquet), the first two also with .gz or .zst; or hf://NAME[/CONFIG][:SPLIT] for Hugging Face
             datasets; None reads the Python standard library's own source text.
-        text_field: the field of a JSON line, or the column, that holds the text.
-        sources: several sources instead of `path`, drawn from by weight.
-        documents: "packed" one after another into windows, or "truncated" to one window each.
-        validation_fraction: share of the data kept for validation.
+        text_field: the field of a JSON line, or the column, that holds the text; each of `sources` has its own.
+        sources: several sources instead of `path`, drawn from by weight in training.
+        documents: in training: "packed" one after another into windows, or "truncated" to one window each.
+        validation_fraction: share of the data kept for validation, which is always packed and counts every token of
+            every source once, whatever `documents` and the weights of `sources` make of training.
         split: "document" sends whole documents to validation by a hash of their name, the same ones every
             time; "tail" takes the last part of every document; "auto" is "tail" for a single document.
         tokenizer: "sentencepiece" (byte-pair encoding), "bytes" or "characters".
         tokenizer_model: a SentencePiece .model file to use; None trains one on the training text.
-        vocab_size: pieces of a SentencePiece model trained here.
+        vocab_size: pieces of a SentencePiece model trained here; a `tokenizer_model` has its own.
         add_bos: begin each document with the BOS token.
         add_eos: end each document with the EOS token.
         cache_dir: where tokenized text is kept; None means $ZOO_CACHE, or ~/.cache/zoo.
@@ -67,6 +68,11 @@ class DataConfig(Section):
     cache_dir: str | None = None
 
     section: ClassVar[str] = "data"
+    needs: ClassVar[Needs] = {
+        "text_field": ("sources", ((),)),
+        "vocab_size": ("tokenizer", ("sentencepiece",)),
+        "tokenizer_model": ("tokenizer", ("sentencepiece",)),
+    }
     # Where things lie does not change what is learned.
     speed_fields: ClassVar[tuple[str, ...]] = ("cache_dir",)
 
@@ -74,11 +80,6 @@ class DataConfig(Section):
         super().__post_init__()
         self.require_at_least(8, "vocab_size")
         self.require(0 < self.validation_fraction < 1, "validation_fraction", "must lie between 0 and 1, both excluded")
-        self.require(
-            self.tokenizer_model is None or self.tokenizer == "sentencepiece",
-            "tokenizer_model",
-            f"needs data.tokenizer='sentencepiece', not {self.named('tokenizer')}",
-        )
         self.require(not self.sources or self.path is None, "path", "stands beside data.sources; give one of them")
         paths = [source.path for source in self.sources]
         self.require(
@@ -104,7 +105,7 @@ class OptimizerConfig(Section):
         clip_norm: the gradient is scaled down to this global norm; None leaves it.
         schedule: after warm-up: "cosine", "linear", "constant", or "wsd": stable, then a linear decay.
         warmup_steps: W; step t < W uses the rate times (t + 1) / W.
-        min_ratio: the lowest rate as a share of the peak.
+        min_ratio: the lowest rate as a share of the peak; "constant" has none.
         decay_fraction: the last share of the steps, over which "wsd" decays.
         final_decay_steps: the last steps, over which any schedule falls linearly to zero.
         ema_decay: share that the running mean of the parameters keeps at a step; evaluation, samples and generation
@@ -128,6 +129,15 @@ class OptimizerConfig(Section):
     ema_decay: float | None = None
 
     section: ClassVar[str] = "optimizer"
+    needs: ClassVar[Needs] = {
+        "muon_learning_rate": ("name", ("muon",)),
+        "muon_momentum": ("name", ("muon",)),
+        "beta1": ("name", ("adamw", "lion", "muon")),
+        "beta2": ("name", ("adamw", "lion", "muon")),
+        "eps": ("name", ("adamw", "muon")),
+        "min_ratio": ("schedule", ("cosine", "linear", "wsd")),
+        "decay_fraction": ("schedule", ("wsd",)),
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -207,7 +217,7 @@ class MeshConfig(Section):
         data: copies of the model, each with its part of the batch.
         fsdp: parts that the batch and, by `zero`, the training state are split into.
         tensor: parts of every head group, hidden layer and vocabulary.
-        expert: parts of the experts.
+        expert: parts of the experts, and of the batch: tokens meet their experts by an exchange between these parts.
         context: parts of every sequence; in attention, keys and values go round them (arXiv 2310.01889).
         zero: what is split over fsdp (arXiv 1910.02054): 1 optimizer state, 2 gradients too, 3 parameters too.
     """

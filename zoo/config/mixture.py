@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
-from zoo.config.section import ConfigError, Section, nearest
+from zoo.config.section import SET, ConfigError, Needs, Section, nearest
 
 
 @dataclass(frozen=True)
@@ -86,12 +86,14 @@ class SparseConfig(MixtureConfig):
         choice: each "token" takes its k best experts, or each "expert" its C best tokens (arXiv 2202.09368; not
             causal).
         capacity_factor: None for dropless; else an expert takes at most ceil(factor k T / E) assignments
-            of a sequence in training. Evaluation is always dropless, save with choice="expert", where None is 1.
+            of a row in training, all of its documents together. Choices of null experts count in k, so they raise the
+            limit, and are never dropped. Evaluation is always dropless, save with choice="expert", where None is 1.
         priority: who finds a place first: by "token", then choice; by "choice", then token; or by choice, then
             the tokens' highest "probability" (arXiv 2106.05974). Only the first is causal.
         overflow: an assignment without a place is dropped ("drop"), or goes to the token's next best expert with
             room ("reroute").
-        balance_scope: the balance loss is that of the whole "batch", or the mean over each "sequence".
+        balance_scope: the balance loss is that of the whole "batch", or the mean over each "sequence", which is a row
+            of the batch: where documents are packed, all those of a window together.
         importance_weight: weight of the squared coefficient of variation of the experts' summed weights
             (arXiv 1701.06538, equation 7).
         load_weight: weight of that of the smooth load estimate (equation 11); needs noisy_top_k.
@@ -124,6 +126,11 @@ class SparseConfig(MixtureConfig):
     communication_weight: float = 0.0
 
     kind: ClassVar[str] = "sparse"
+    needs: ClassVar[Needs] = {
+        "shared_in_top_k": ("n_shared_experts", SET),
+        "selection_bias_rate": ("selection_bias", (True,)),
+        "group_score": ("top_groups", SET),
+    }
 
     def __post_init__(self):
         super().__post_init__()
@@ -155,6 +162,12 @@ class SparseConfig(MixtureConfig):
             self.n_groups == 1 or self.n_null_experts == 0, "n_null_experts", "belong to no group; set n_groups to 1"
         )
         if self.top_groups is None:
+            grouped = self.device_weight > 0 or self.communication_weight > 0
+            self.require(
+                self.n_groups == 1 or grouped,
+                "n_groups",
+                "needs top_groups, device_weight or communication_weight, which are not set; leave it at 1",
+            )
             return
         size = self.n_experts // self.n_groups
         self.require(self.top_groups <= self.n_groups, "top_groups", f"is more than {self.named('n_groups')}")

@@ -23,7 +23,7 @@ from zoo.config.block import (
 )
 from zoo.config.mixture import Mixture
 from zoo.config.position import LongRopeScaling, RopeScaling
-from zoo.config.section import Section
+from zoo.config.section import Needs, Section
 
 Remat = Literal["none", "full", "dots", "dots_no_batch"]
 
@@ -45,7 +45,7 @@ class ModelConfig(Section):
         d_ff: F, hidden width of a plain FFN; None means 8/3 D for a GLU and 4 D otherwise, up to a multiple of
             d_ff_multiple.
         d_ff_multiple: of a derived d_ff.
-        moe: the mixture of experts, or None for plain FFNs.
+        moe: the mixture of experts, or None for plain FFNs; at least one of the n_layers has to have it.
         prefix: blocks before the pattern (DeepSeek's dense first layers).
         pattern: blocks repeated until there are n_layers of them.
         attention_bias: the projections of attention that have a bias, among q, k, v and o.
@@ -153,6 +153,18 @@ class ModelConfig(Section):
     unroll: bool = False
 
     section: ClassVar[str] = "model"
+    needs: ClassVar[Needs] = {
+        "d_ff_multiple": ("d_ff", (None,)),
+        "position_rows": ("position", ("learned",)),
+        "position_offset": ("position", ("learned",)),
+        "rope_theta": ("position", ("rope",)),
+        "rope_fraction": ("position", ("rope",)),
+        "rope_interleaved": ("position", ("rope",)),
+        "rope_scaling": ("position", ("rope",)),
+        "glu_clamp": ("glu", (True,)),
+        "norm_bias": ("norm_scale", (True,)),
+        "norm_unit_offset": ("norm_scale", (True,)),
+    }
     # These change speed and memory, never a parameter or a number that matters to a run.
     speed_fields: ClassVar[tuple[str, ...]] = ("remat", "unroll")
 
@@ -174,6 +186,7 @@ class ModelConfig(Section):
         self._check_parts()
         if self.moe is not None:
             self.moe.require_causal()
+            self._check_mixture()
 
     def _check_heads(self):
         kv_heads = self.n_kv_heads or self.n_heads
@@ -186,11 +199,19 @@ class ModelConfig(Section):
         repeated = len(set(self.attention_bias)) < len(self.attention_bias)
         self.require(not repeated, "attention_bias", "names a projection twice")
 
+    def _check_mixture(self):
+        first = next((i for i, block in enumerate(self.prefix + self.pattern, 1) if block.mixture), None)
+        self.require(
+            first is not None, "pattern", "has no block for model.moe; set mixture=True in one, or model.moe to None"
+        )
+        self.require(
+            self.n_layers >= first,
+            "n_layers",
+            f"ends before block {first}, the first that has model.moe; set at least {first}, or model.moe to None",
+        )
+
     def _check_positions(self):
         rotary = self.position == "rope"
-        for name, default in (("rope_fraction", 1.0), ("rope_interleaved", False), ("rope_scaling", None)):
-            set_here = getattr(self, name) != default
-            self.require(rotary or not set_here, name, f"needs model.position='rope', not {self.named('position')}")
         for block in self.prefix + self.pattern:
             block.require(
                 rotary or block.rope_theta is None,
@@ -205,10 +226,6 @@ class ModelConfig(Section):
             f"gives {turning} components that turn; rotary positions need an even number",
         )
         self.require(not rotary or turning > 0, "rope_fraction", "leaves no component of a head that turns")
-        learned = self.position == "learned"
-        for name, default in (("position_rows", None), ("position_offset", 0)):
-            set_here = getattr(self, name) != default
-            self.require(learned or not set_here, name, f"needs model.position='learned', not {self.named('position')}")
         self.require(
             self.position_rows is None or self.position_rows >= self.context_length,
             "position_rows",
@@ -222,16 +239,11 @@ class ModelConfig(Section):
                 )
 
     def _check_parts(self):
-        self.require(self.glu or self.glu_clamp is None, "glu_clamp", f"needs model.glu=True, not {self.named('glu')}")
         self.require(
             self.swish_beta == 1 or self.activation.startswith("swish"),
             "swish_beta",
             f"needs activation 'swish' or 'swish_learned', not {self.named('activation')}",
         )
-        for name in ("norm_bias", "norm_unit_offset"):
-            self.require(
-                self.norm_scale or not getattr(self, name), name, f"needs model.norm_scale=True, not {self.norm_scale}"
-            )
         self.require(
             self.parallel is None or self.norm_placement == "pre",
             "parallel",

@@ -9,7 +9,16 @@ import sys
 import types
 import typing
 from collections.abc import Iterable
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
+
+# Field -> another field, and the values of that one with which the first has an effect.
+Needs = dict[str, tuple[str, tuple[Any, ...]]]
+# Any value but None, 0 and False.
+SET = ("a value",)
+
+
+# The smallest normal number and the largest; this room does without NumPy.
+FLOAT32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 
 
 class ConfigError(ValueError):
@@ -17,14 +26,26 @@ class ConfigError(ValueError):
 
 
 class Section:
-    """A part of an experiment; its messages name fields by their full path, as the command line spells them."""
+    """A part of an experiment; its messages name fields by their full path, as the command line spells them.
+
+    Attributes:
+        needs: which fields have an effect only beside certain values of others.
+    """
 
     section: ClassVar[str]
+    needs: ClassVar[Needs] = {}
 
     def __post_init__(self):
         self.require_types()
         self.require_choices()
         self.require_finite()
+        self.require_effect()
+
+    def changed(self, **fields: Any) -> Self:
+        """`dataclasses.replace`, where a field that has no effect any more goes back to its default."""
+        needs = {name: need for name, need in self.needs.items() if name not in fields and need[0] in fields}
+        idle = [name for name, (other, values) in needs.items() if not _among(fields[other], values)]
+        return dataclasses.replace(self, **{name: _default(self, name) for name in idle}, **fields)
 
     def named(self, name: str) -> str:
         """`section.field=value`, for messages."""
@@ -36,15 +57,28 @@ class Section:
             raise ConfigError(f"{self.named(name)} {expected}")
 
     def require_at_least(self, low: float, *names: str) -> None:
-        """Raises ConfigError where a field that is set lies below `low`."""
+        """Raises ConfigError where a field that is set lies below `low`, or is a size or count beyond int32."""
         for name in names:
             value = getattr(self, name)
             self.require(value is None or value >= low, name, f"must be at least {low}")
+            self.require(not isinstance(value, int) or value < 2**31, name, "must be less than 2^31")
 
     def require_between(self, low: float, high: float, *names: str) -> None:
         """Raises ConfigError where a field lies outside [low, high]."""
         for name in names:
             self.require(low <= getattr(self, name) <= high, name, f"must lie between {low} and {high}")
+
+    def require_effect(self) -> None:
+        """Raises ConfigError where a field is set that has no effect beside the others, by `needs`."""
+        for name, (other, values) in self.needs.items():
+            default, wanted = _default(self, name), f"{self.section}.{other}"
+            if values is not SET:
+                wanted += "=" + " or ".join(map(repr, values))
+            self.require(
+                getattr(self, name) == default or _among(getattr(self, other), values),
+                name,
+                f"needs {wanted}, not {self.named(other)}; leave it at {default!r}",
+            )
 
     def require_types(self) -> None:
         """Raises ConfigError where a field holds a value of another type than it declares.
@@ -66,12 +100,22 @@ class Section:
                 self.require(False, name, f"is not one of {', '.join(map(str, choices))}{nearest(value, choices)}")
 
     def require_finite(self) -> None:
-        """Raises ConfigError where a number is infinite or NaN."""
+        """Raises ConfigError where a number is infinite, NaN, or so large or small that float32 has none like it."""
         for name in _hints(type(self)):
             value = getattr(self, name)
-            numbers = [x for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
-            finite = all(abs(x) <= sys.float_info.max for x in numbers)
+            numbers = [abs(x) for x in (value if isinstance(value, tuple) else (value,)) if isinstance(x, float)]
+            finite = all(x <= sys.float_info.max for x in numbers)
             self.require(finite, name, f"must be {'finite numbers' if isinstance(value, tuple) else 'a finite number'}")
+            held = all(x == 0 or FLOAT32[0] <= x <= FLOAT32[1] for x in numbers)
+            self.require(held, name, "is beyond float32; a number is 0, or from 1.2e-38 to 3.4e38 in size")
+
+
+def _among(value: Any, values: tuple[Any, ...]) -> bool:
+    return bool(value) if values is SET else value in values
+
+
+def _default(section: Section, name: str) -> Any:
+    return type(section).__dataclass_fields__[name].default
 
 
 @functools.cache

@@ -3,7 +3,8 @@
 from zoo.describe.compare import Comparison, compare
 from zoo.describe.devices import DEVICES, find_device, peak_flops
 from zoo.describe.parameters import Parameters, count_parameters, count_parts, expert_share, flops_per_token
-from zoo.describe.report import Description, Question, describe
+from zoo.describe.question import Question, question_of
+from zoo.describe.report import Description, describe
 from zoo.describe.table import preset_table
 
 __all__ = [
@@ -21,4 +22,5 @@ __all__ = [
     "flops_per_token",
     "peak_flops",
     "preset_table",
+    "question_of",
 ]

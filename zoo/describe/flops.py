@@ -67,17 +67,17 @@ def merging_flops(config: ModelConfig, length: int) -> float:
 def recomputed_flops(config: ModelConfig, parts: dict[str, Parameters], forward: float, length: int) -> float:
     """Operations per token that `config.remat` repeats in the backward pass, at most.
 
-    "full" repeats every block; "dots" the experts of sparse mixtures, whose loops it does not see into;
-    "dots_no_batch" the products of attention too, and the merged experts of soft mixtures.
+    "full" repeats every block; "dots" attention and the experts of sparse mixtures, whose loops it does not see into;
+    "dots_no_batch" the merged experts of soft mixtures too.
     """
     sparse, soft = isinstance(config.moe, SparseConfig), isinstance(config.moe, SoftConfig)
-    experts = 2.0 * parts["experts"].products if sparse or soft else 0.0
+    if config.remat == "none":
+        return 0.0
     if config.remat == "full":
         return forward - 2 * config.d_model * config.padded_vocab_size
-    if config.remat == "dots":
-        return experts if sparse else 0.0
-    spans = (4 * b.n_heads * b.head_dim * mean_span(length, b.window) for b in blocks_of(config))
-    return experts + sum(spans) if config.remat == "dots_no_batch" else 0.0
+    spans = sum(4 * b.n_heads * b.head_dim * mean_span(length, b.window) for b in blocks_of(config))
+    repeated = sparse or (soft and config.remat == "dots_no_batch")
+    return spans + (2.0 * parts["experts"].products if repeated else 0.0)
 
 
 def live_share(mask: Mask, queries: int, keys: int) -> Fraction:
@@ -114,7 +114,11 @@ class _Experts:
         if isinstance(moe, SparseConfig):
             self.share = Fraction(moe.n_experts, moe.n_experts + moe.n_null_experts)
 
-    def __call__(self, x: Array, indices: Array, weights: Array, params: FFNParams, hidden: HiddenUnits) -> Array:
+    def __call__(
+        self, x: Array, indices: Array, weights: Array, params: FFNParams, hidden: HiddenUnits, share: None
+    ) -> Array:
+        del share  # a capacity is training's
+
         def products(x: Array, weights: Array, params: FFNParams) -> Array:
             first = jax.tree.map(lambda p: p[0], params)
             # The weights keep the router's product among what is needed.

@@ -17,13 +17,11 @@ class Parameters(NamedTuple):
         active: those that one token uses; of the experts, the share that `expert_share` gives.
         products: those of the active ones that one token is multiplied by: without norms and the look-up of
             the embedding, but with the head, also where it is the embedding table.
-        matrices: those of all that Muon updates.
     """
 
     total: int
     active: int
     products: int
-    matrices: int
 
 
 def blocks_of(config: ModelConfig) -> list[BlockConfig]:
@@ -33,7 +31,7 @@ def blocks_of(config: ModelConfig) -> list[BlockConfig]:
 
 def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
     """Counts the parameters of a model from its abstract tree of ParamSpec."""
-    total = matrices = 0
+    total = 0
     active = products = 0.0
     for spec in jax.tree.leaves(specs, is_leaf=is_spec):
         size = math.prod(spec.shape)
@@ -41,8 +39,7 @@ def count_parameters(config: ModelConfig, specs: Any) -> Parameters:
         is_head = spec.role == "head" or (config.tie_embeddings and spec.role == "embedding" and "vocab" in spec.axes)
         multiplied = spec.role in ("matrix", "router") or is_head
         total, active, products = total + size, active + used, products + used * multiplied
-        matrices += size * (spec.role == "matrix")
-    return Parameters(total, round(active), round(products), matrices)
+    return Parameters(total, round(active), round(products))
 
 
 def expert_share(mixture: Mixture | None) -> float:

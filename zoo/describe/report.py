@@ -3,48 +3,23 @@
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-from zoo.config import ConfigError, ModelConfig, SoftConfig
-from zoo.describe.devices import Device
+from zoo.config import ConfigError, MeshConfig, ModelConfig, SoftConfig
 from zoo.describe.flops import decoding_flops, forward_flops, merging_flops, recomputed_flops
 from zoo.describe.memory import (
     ACTIVATIONS,
     MOMENTS,
-    MUON_SAVES,
-    activation_bytes_per_token,
+    TrainingState,
+    device_memory,
     itemsize,
     kv_bytes_per_sequence,
     kv_bytes_per_token,
-    logit_bytes,
     training_state,
 )
 from zoo.describe.parameters import Parameters, count_parameters, count_parts
+from zoo.describe.question import Question
 from zoo.models.decoder import build
 
 PF_DAY = 1e15 * 86_400
-
-
-class Question(NamedTuple):
-    """What is asked of a model beside its parameters.
-
-    Attributes:
-        length: tokens of a sequence.
-        batch_size: sequences on one device, for activations and logits.
-        n_devices: devices that share a training run.
-        optimizer: name in OptimizerConfig.
-        ema: training keeps a running mean of the weights.
-        tokens: to train on; None for no such question.
-        device: one of `DEVICES`; None for no such question.
-        mfu: the share of the device's peak that training reaches.
-    """
-
-    length: int
-    batch_size: int = 1
-    n_devices: int = 8
-    optimizer: str = "adamw"
-    ema: bool = False
-    tokens: float | None = None
-    device: Device | None = None
-    mfu: float = 0.4
 
 
 class Row(NamedTuple):
@@ -82,7 +57,8 @@ def describe(config: ModelConfig, name: str, question: Question) -> Description:
     """What a model costs, from abstract arrays alone: not a weight is allocated.
 
     Raises:
-        ConfigError: the sequence is longer than the model's context, or the model has no vocabulary size.
+        ConfigError: the sequence is longer than the model's context, the model has no vocabulary size, or the mesh does
+            not divide it.
     """
     if question.length > config.context_length:
         raise ConfigError(f"length={question.length} is more than model.context_length={config.context_length}")
@@ -92,7 +68,7 @@ def describe(config: ModelConfig, name: str, question: Question) -> Description:
     sections = (
         _parameters(count, parts),
         _flops(config, Counts(count, parts), forward, question),
-        _memory(config, count, question),
+        _memory(config, specs, question),
         _cache(config, count, forward, question),
         _training(count, forward, question),
     )
@@ -171,31 +147,41 @@ def _flops(config: ModelConfig, counts: Counts, forward: float, question: Questi
     return "FLOPs per token", rows, {"flops_per_token": values}
 
 
-def _memory(config: ModelConfig, count: Parameters, question: Question) -> Section:
+def _memory(config: ModelConfig, specs: Any, question: Question) -> Section:
     n, tokens = question.n_devices, question.length * question.batch_size
     rows, values = [], {}
+    state = training_state(specs, question.optimizer, question.ema)
     for zero in range(4):
-        state = training_state(count, config, question.optimizer, zero, n, question.ema)
-        parts = ", ".join(f"{part} {_bytes(size)}" for part, size in state._asdict().items())
-        formula = f"{_state_formula(config, question, zero)}: {parts}"
-        rows.append(Row(f"ZeRO {zero}, state of 1 of {n}", _bytes(state.total), formula))
-        values[f"zero_{zero}"] = state._asdict() | {"total": state.total}
-    activations = activation_bytes_per_token(config, question.length) * tokens
-    whole, chunk = logit_bytes(config, tokens)
-    kept = ACTIVATIONS[config.remat] + " + merged experts" * isinstance(config.moe, SoftConfig)
+        row, values[f"zero_{zero}"] = _state_row(
+            f"ZeRO {zero}, state of 1 of {n}", state.split(zero, n), _state_formula(config, question, zero)
+        )
+        rows.append(row)
+    kept = device_memory(config, specs, question)
+    if question.mesh is not None:
+        row, values["mesh"] = _state_row(f"on this mesh, ZeRO {question.mesh.zero}", kept.state, _mesh(question.mesh))
+        rows.append(row)
+    formula = ACTIVATIONS[config.remat] + " + merged experts" * isinstance(config.moe, SoftConfig)
     rows += [
-        Row("activations", _bytes(activations), f"estimate: {tokens:,} tokens x ({kept})"),
-        Row("logits", _bytes(chunk), f"in chunks; whole they were {_bytes(whole)} = 4 tokens V"),
+        Row("activations", _bytes(kept.activations), f"estimate: {tokens:,} tokens x ({formula})"),
+        Row("logits", _bytes(kept.logits), f"in chunks; whole they were {_bytes(kept.logits_whole)} = 4 tokens V"),
     ]
-    values |= {"activations": activations, "logits": chunk, "logits_whole": whole}
+    values |= {"activations": kept.activations, "logits": kept.logits, "logits_whole": kept.logits_whole}
     return f"Memory for training, {question.optimizer}", rows, {"memory_bytes": values}
+
+
+def _state_row(name: str, state: TrainingState, formula: str) -> tuple[Row, dict[str, float]]:
+    parts = ", ".join(f"{part} {_bytes(size)}" for part, size in state._asdict().items())
+    return Row(name, _bytes(state.total), f"{formula}: {parts}"), state._asdict() | {"total": state.total}
+
+
+def _mesh(mesh: MeshConfig) -> str:
+    sizes = [f"{axis} {size}" for axis in mesh.axes if (size := getattr(mesh, axis)) > 1]
+    return " x ".join(sizes) or "one device"
 
 
 def _state_formula(config: ModelConfig, question: Question, zero: int) -> str:
     """Bytes of weights, gradients and moments; what ZeRO splits is divided by the devices."""
-    moments = f"{MOMENTS[question.optimizer]} N"
-    if question.optimizer == "muon":
-        moments = f"({moments} - {MUON_SAVES} N of matrices)"
+    moments = MOMENTS[question.optimizer]
     if question.ema:
         moments = f"({moments} + 4 N of the mean)"
     terms = f"{itemsize(config.param_dtype)} N", "4 N", moments

@@ -3,9 +3,10 @@
 `spread` and `collect` bring tokens into that order and back. Every function here is exact and dropless, takes
 any counts that fit, and gives exact zeros for rows beyond sum(counts) and for the gradients of empty groups.
 
-The backend visits each group's rows in blocks, with plain matrix products. Blocks start where their group
-starts, so nothing is padded between groups, and what a short last block writes behind its group is written
-again by the next one. `lax.ragged_dot` would multiply every row by every matrix on a CPU.
+grouped_backends.py says which backend computes where. The one of this file, the sweep for CPUs, visits each group's
+rows in blocks, with plain matrix products. Blocks start where their group starts, so nothing is padded between
+groups, and what a short last block writes behind its group is written again by the next one. `lax.ragged_dot` would
+multiply every row by every matrix on a CPU.
 """
 
 from collections.abc import Callable
@@ -16,7 +17,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from zoo.kernels import grouped_products
 from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_backends import Backend, check_ffn, check_matmul, choose
 from zoo.kernels.linear import affine
 
 
@@ -55,28 +58,46 @@ def grouped_ffn_reference(
     return jnp.where((rows < ends[-1])[:, None], y * scale, 0).astype(x.dtype)
 
 
-@jax.custom_vjp
-def grouped_matmul(x: Float[Array, "N D"], w: Float[Array, "E D F"], counts: Int[Array, "E"]) -> Float[Array, "N F"]:
+def grouped_matmul(
+    x: Float[Array, "N D"], w: Float[Array, "E D F"], counts: Int[Array, "E"], backend: Backend = "auto"
+) -> Float[Array, "N F"]:
     """x[n] @ w[e] for the counts[0] first rows with e = 0, the next counts[1] with e = 1, and so on.
 
     Rows from sum(counts) on give 0. The result has x's dtype; the gradient of w is summed in float32.
+
+    Raises:
+        ValueError: sizes do not fit, or `backend`, of grouped_backends.py, is none or cannot compute this here.
     """
+    check_matmul(x, w, counts)
+    return _matmul(x, w, counts, backend)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _matmul(x: Array, w: Array, counts: Array, backend: Backend) -> Array:
+    return choose(backend, x, w, _sweep_matmul, grouped_products.matmul)(x, w, counts)
+
+
+def _matmul_backward(backend: Backend, residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
+    x, w, _ = residuals
+    run = choose(backend, x, w, _sweep_matmul_gradients, grouped_products.matmul_gradients)
+    return *run(*residuals, g), None
+
+
+_matmul.defvjp(lambda x, w, counts, backend: (_matmul(x, w, counts, backend), (x, w, counts)), _matmul_backward)
+
+
+def _sweep_matmul(x: Array, w: Array, counts: Array) -> Array:
     out = _like(x, w.shape[2:])
     return _sweep(lambda w, x: (x @ w, None), counts, w, x, out, None)[0]
 
 
-def _grouped_matmul_backward(residuals: tuple[Array, Array, Array], g: Array) -> tuple[Array, Array, None]:
-    x, w, counts = residuals
-
+def _sweep_matmul_gradients(x: Array, w: Array, counts: Array, g: Array) -> tuple[Array, Array]:
     def block(w: Array, rows: tuple[Array, Array]) -> tuple[Array, Array]:
         x, g = rows
         return g @ w.T, _outer(x, g)
 
     dx, dw = _sweep(block, counts, w, (x, g), _like(x, x.shape[1:]), _sums(w))
-    return dx, dw.astype(w.dtype), None
-
-
-grouped_matmul.defvjp(lambda x, w, counts: (grouped_matmul(x, w, counts), (x, w, counts)), _grouped_matmul_backward)
+    return dx, dw.astype(w.dtype)
 
 
 class FFNParams(NamedTuple):
@@ -103,26 +124,52 @@ class FFNParams(NamedTuple):
         return jax.tree.map(lambda p: p.astype(dtype), self)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
 def grouped_ffn(
     x: Float[Array, "N D"],
     scale: Float[Array, "N 1"],
     params: FFNParams,
     counts: Int[Array, "E"],
     hidden: HiddenUnits,
+    backend: Backend = "auto",
 ) -> Float[Array, "N D"]:
     """scale * down(hidden(gate(x), up(x))) with the parameters of each row's group; biases where there are any.
 
-    The same as three grouped products, but a block of rows goes through all three while it is in the cache.
-    `scale`, float32, multiplies the hidden units, so that its gradient needs no stored output. The result
+    The same as three grouped products, but in the sweep a block of rows goes through all three while it is in the
+    cache. `scale`, float32, multiplies the hidden units, so that its gradient needs no stored output. The result
     has x's dtype; the gradients of the parameters are summed in float32.
+
+    Raises:
+        ValueError: sizes do not fit, or `backend`, of grouped_backends.py, is none or cannot compute this here.
     """
-    return _grouped_ffn_forward(x, scale, params, counts, hidden)[0]
+    check_ffn(x, params, counts)
+    return _ffn(x, scale, params, counts, hidden, backend)
 
 
-def _grouped_ffn_forward(
-    x: Array, scale: Array, params: FFNParams, counts: Array, hidden: HiddenUnits
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _ffn(x: Array, scale: Array, params: FFNParams, counts: Array, hidden: HiddenUnits, backend: Backend) -> Array:
+    return _ffn_forward(x, scale, params, counts, hidden, backend)[0]
+
+
+def _ffn_forward(
+    x: Array, scale: Array, params: FFNParams, counts: Array, hidden: HiddenUnits, backend: Backend
 ) -> tuple[Array, tuple]:
+    sweep, by_products = (partial(f, hidden=hidden) for f in (_sweep_ffn, grouped_products.ffn))
+    y, gate, up = choose(backend, x, params, sweep, by_products)(x, scale, params, counts)
+    return y, (x, scale, gate, up, params, counts)
+
+
+def _ffn_backward(hidden: HiddenUnits, backend: Backend, residuals: tuple, g: Array) -> tuple:
+    sweep, by_products = (partial(f, hidden=hidden) for f in (_sweep_ffn_gradients, grouped_products.ffn_gradients))
+    x, _, _, _, params, _ = residuals
+    return *choose(backend, x, params, sweep, by_products)(*residuals, g), None
+
+
+_ffn.defvjp(_ffn_forward, _ffn_backward)
+
+
+def _sweep_ffn(
+    x: Array, scale: Array, params: FFNParams, counts: Array, hidden: HiddenUnits
+) -> tuple[Array, Array | None, Array]:
     def block(params: FFNParams, rows: tuple[Array, Array]) -> tuple[tuple, None]:
         x, scale = rows
         gate, up = affine(x, params.w_gate, params.b_gate), affine(x, params.w_up, params.b_up)
@@ -133,13 +180,19 @@ def _grouped_ffn_forward(
 
     inner = _like(x, params.w_up.shape[2:])
     outs = (_like(x, x.shape[1:]), None if params.w_gate is None else inner, inner)
-    (y, gate, up), _ = _sweep(block, counts, params, (x, scale), outs, None)
-    return y, (x, scale, gate, up, params, counts)
+    return _sweep(block, counts, params, (x, scale), outs, None)[0]
 
 
-def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tuple:
-    x, scale, gate, up, params, counts = residuals
-
+def _sweep_ffn_gradients(
+    x: Array,
+    scale: Array,
+    gate: Array | None,
+    up: Array,
+    params: FFNParams,
+    counts: Array,
+    g: Array,
+    hidden: HiddenUnits,
+) -> tuple[Array, Array, FFNParams]:
     def block(params: FFNParams, rows: tuple) -> tuple[tuple, FFNParams]:
         x, scale, gate, up, g = rows
         # A beta for each unit, so that the gradient of the one they share is summed in float32.
@@ -165,10 +218,7 @@ def _grouped_ffn_backward(hidden: HiddenUnits, residuals: tuple, g: Array) -> tu
     outs = (_like(x, x.shape[1:]), _like(scale, scale.shape[1:]))
     sums = jax.tree.map(_sums, params)
     (dx, d_scale), sums = _sweep(block, counts, params, (x, scale, gate, up, g), outs, sums)
-    return dx, d_scale, jax.tree.map(lambda d, p: d.astype(p.dtype), sums, params), None
-
-
-grouped_ffn.defvjp(_grouped_ffn_forward, _grouped_ffn_backward)
+    return dx, d_scale, jax.tree.map(lambda d, p: d.astype(p.dtype), sums, params)
 
 
 def _row_dot(a: Array, b: Array, dtype: Any) -> Array:

@@ -16,8 +16,7 @@ def reduced(model: ModelConfig) -> ModelConfig:
     # At least one pair of components turns.
     fraction = max(model.rope_fraction, 2 / HEAD_DIM)
     context_length = min(model.context_length, CONTEXT)
-    return dataclasses.replace(
-        model,
+    return model.changed(
         vocab_size=64,
         vocab_multiple=min(model.vocab_multiple, 8),
         context_length=context_length,

@@ -55,9 +55,11 @@ def check(
         say: gets a line per law as it is done: its name, pass or FAIL, and the counterexample.
 
     Raises:
-        ConfigError: a law of an unknown name.
+        ConfigError: a law of an unknown name, or no law at all.
     """
     laws = [laws] if isinstance(laws, str) else laws
+    if not laws:
+        raise ConfigError(f"laws={laws!r} holds no law to try; name some of {', '.join(LAWS)}, or leave it out")
     for law in laws:
         if law not in LAWS:
             raise ConfigError(f"law {law!r} is not one of {', '.join(LAWS)}{nearest(law, LAWS)}")

@@ -158,8 +158,9 @@ def _plain(params: Any) -> Any:
 
 def _all_experts(case: Case) -> Finding:
     moe = case.model.config.moe
-    chosen = {"top_k": moe.n_experts + moe.top_k - moe.k, "top_groups": None}
-    every = _with(case.model, moe=dataclasses.replace(moe, **chosen, capacity_factor=None, overflow="drop"))
+    chosen = {"top_k": moe.n_experts + moe.top_k - moe.k, "capacity_factor": None, "overflow": "drop"}
+    ungrouped = {"n_groups": 1, "top_groups": None, "device_weight": 0.0, "communication_weight": 0.0}
+    every = _with(case.model, moe=moe.changed(**chosen, **ungrouped))
     dense = _with(case.model, moe=as_mixture(moe, DenseConfig.kind))
     tokens = case.tokens(2)
     outputs = [model.apply({"params": case.params}, tokens).logits for model in (dense, every)]

@@ -14,6 +14,7 @@ from zoo.layers.embedding import Embedding, Head, HeadWeights, logits
 from zoo.layers.logical import Constrain, abstract_params, unconstrained
 from zoo.layers.norm import build_norm
 
+NO_TOKEN = -1  # has no vector
 REMAT_POLICIES: dict[Remat, Any] = {
     "full": None,
     "dots": jax.checkpoint_policies.dots_saveable,
@@ -141,6 +142,8 @@ class Decoder(nn.Module):
             positions = restarting_positions(segment_ids) if cache is None else following_positions(cache, segment_ids)
         # Padding may come with any token and position. What has no vector is NaN, and 0 times NaN would reach the rest.
         tokens, positions = (jnp.where(segment_ids > 0, ids, 0) for ids in (tokens, positions))
+        # Rotations and slopes go on beyond the context that the model is meant for; a position there is none of its.
+        tokens = jnp.where((positions >= 0) & (positions < self.config.context_length), tokens, NO_TOKEN)
         x = self.embedding(tokens, positions, deterministic)
         routing, stages = [], []
         for i in range(len(self.config.expand())):
@@ -164,11 +167,16 @@ class Decoder(nn.Module):
 
         Args:
             tokens: token ids.
-            positions: of each token in its document; None counts from 0 in every segment, or on from the cache.
+            positions: of each token in its document, from 0 and below context_length; None counts from 0 in every
+                segment, or on from the cache.
             segment_ids: the document of each token, 0 for padding; None for one document per row.
             cache: of the tokens before these; rows may end in padding (segment 0), which leaves no trace.
             deterministic: evaluation; False needs rngs "dropout" (where the config has dropout) and "router"
                 (where it has router jitter).
+
+        Returns:
+            NaN where a token or position is outside of the vocabulary or context, and wherever it has an influence:
+            what is in an array cannot raise in a compiled program, and is never taken for another.
 
         Raises:
             ValueError: the input is longer than the config's context_length.

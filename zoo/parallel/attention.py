@@ -14,7 +14,7 @@ from zoo.kernels.attention.problem import Gradients, Operands, Settings
 from zoo.kernels.attention.vjp import Runner
 from zoo.kernels.block_map import Places
 from zoo.parallel.ring import HERE, ring_backward, ring_forward
-from zoo.parallel.rules import BATCH_AXES, rows_divide
+from zoo.parallel.rules import BATCH_AXES, batch_parts
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class MeshRunner(Runner):
         """The operands, with enough copies of key heads for all devices, and where each lies."""
         (B, T, H), (S, K) = operands.q.shape[:3], operands.k.shape[1:3]
         parts, rounds = self.mesh.shape["tensor"], self.mesh.shape["context"]
-        rows = BATCH_AXES if rows_divide(B, self.mesh) else None
+        rows = BATCH_AXES if B % batch_parts(self.mesh) == 0 else None
         length = "context" if rounds > 1 and T % rounds == 0 and S % rounds == 0 else None
         heads = "tensor" if H % parts == 0 and (K % parts == 0 or parts % K == 0) else None
         if heads and parts > K:

@@ -11,12 +11,9 @@ from jaxtyping import Array, Float, Int
 from zoo.config import ConfigError
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
-from zoo.layers.moe.experts import sorted_experts
-from zoo.parallel.rules import BATCH_AXES, rows_divide
-
-# Each part of the experts, and each part of their hidden units, adds its share of a token's output.
-_SUMMED = ("expert", "tensor")
-
+from zoo.layers.moe.experts import Share, most_rows, some_experts, sorted_experts
+from zoo.parallel.exchange import make_plan, send, send_back, send_dense
+from zoo.parallel.rules import BATCH_AXES, batch_parts
 
 _PLACES = FFNParams(
     w_gate=PartitionSpec("expert", None, "tensor"),
@@ -33,10 +30,10 @@ _PLACES = FFNParams(
 class MeshExperts:
     """The `Experts` of a mesh, the same in values and gradients as `sorted_experts` on one device; dropless.
 
-    Every device sorts its own tokens and runs them through its own experts and its own part of their hidden
-    units; then the results are added over the expert and tensor axes. Left to itself, the compiler would gather all
-    tokens of the batch on every device, since a sort by expert looks like one over all of them.
-    Equal for equal meshes, so a module may hold it.
+    Tokens are split over data, fsdp and expert. Every device sends its own to the devices along `expert` that have
+    their experts, and there they go through those experts, each device of `tensor` having its part of the hidden
+    units; then the results go back and are added. exchange.py says how, and what memory that takes: n tokens a device
+    and P parts of the experts, P n rows of the model's width. Equal for equal meshes, so a module may hold it.
     """
 
     mesh: Mesh
@@ -48,31 +45,34 @@ class MeshExperts:
         weights: Float[Array, "N k"],
         params: FFNParams,
         hidden: HiddenUnits,
+        share: Share | None = None,
     ) -> Float[Array, "N D"]:
-        """y [N, D], as `sorted_experts`; tokens lie in batch order, so they split over data and fsdp as rows do.
+        """y [N, D], as `sorted_experts`; tokens lie in batch order, so they split as rows of the batch do.
 
         Raises:
             ConfigError: where the experts or their hidden units do not divide among their devices.
         """
         if self.mesh.size == 1:
-            return sorted_experts(x, indices, weights, params, hidden)
+            return sorted_experts(x, indices, weights, params, hidden, share)
         self._check(params)
-        # A single prompt may be too short to split; then every device runs all of it.
-        split = BATCH_AXES if rows_divide(x.shape[0], self.mesh) else ()
+        n_tokens, n_experts = x.shape[0], params.w_up.shape[0]
+        # A single prompt may be too short to split evenly: tokens without an expert fill it up.
+        fill = -n_tokens % batch_parts(self.mesh)
+        x, indices, weights = (jnp.pad(a, ((0, fill), (0, 0))) for a in (x, indices, weights))
+        indices = jnp.where(jnp.arange(n_tokens + fill)[:, None] < n_tokens, indices, n_experts)
 
         def local(x: Array, indices: Array, weights: Array, params: FFNParams) -> Array:
-            x, indices, weights = _differing((x, indices, weights), _SUMMED)
-            params = _once(_differing(params, split))
-            first = jax.lax.axis_index("expert") * params.w_up.shape[0]
-            y = sorted_experts(x, indices, weights, params, hidden, first)
-            # Parts of a sum are added in float32 whatever their dtype.
-            return jax.lax.psum(y.astype(jnp.float32), _SUMMED).astype(y.dtype)
+            x, indices, weights = _differing((x, indices, weights), ("tensor",))
+            params = _once(_differing(params, ("data", "fsdp")))
+            y = _exchanged(x, indices, weights, params, hidden, share, self.mesh.shape["expert"])
+            # Each part of the hidden units adds its share, in float32 whatever the dtype.
+            return jax.lax.psum(y.astype(jnp.float32), "tensor").astype(y.dtype)
 
-        tokens = PartitionSpec(split or None)
+        tokens = PartitionSpec(BATCH_AXES)
         of_params = (None if p is None else spec for p, spec in zip(params, _PLACES, strict=True))
         in_specs = (tokens, tokens, tokens, FFNParams(*of_params))
         mapped = jax.shard_map(local, mesh=self.mesh, in_specs=in_specs, out_specs=tokens)
-        return mapped(x, indices, weights, params)
+        return mapped(x, indices, weights, params)[:n_tokens]
 
     def _check(self, params: FFNParams) -> None:
         sizes = (("expert", "n_experts", params.w_up.shape[0]), ("tensor", "d_ff", params.w_up.shape[2]))
@@ -82,6 +82,33 @@ class MeshExperts:
                     f"mesh.{axis}={self.mesh.shape[axis]} does not divide model.moe.{name}={size}; "
                     f"choose a divisor of {size}"
                 )
+
+
+def _exchanged(
+    x: Array,
+    indices: Array,
+    weights: Array,
+    params: FFNParams,
+    hidden: HiddenUnits,
+    share: Share | None,
+    n_parts: int,
+) -> Array:
+    """`sorted_experts` on one device of `n_parts` along `expert`, with its own tokens and its own experts."""
+    n_local, (n_tokens, top_k) = params.w_up.shape[0], indices.shape
+    if n_parts == 1:
+        return sorted_experts(x, indices, weights, params, hidden, share)
+    wanted = jnp.any(indices[:, :, None] // n_local == jnp.arange(n_parts), axis=1)
+    n_rows, copies = most_rows(n_tokens, top_k, n_local, share), min(top_k, n_parts)
+    most = min(n_tokens, n_rows)
+    plan = make_plan(wanted, "expert", most)
+    rows = send(x, plan, "expert", most, copies)
+    # Small beside the rows, so whole. Experts count from 1 here, since where nothing came there are zeros.
+    choices = jnp.concatenate([weights.astype(jnp.float32), (indices + 1).astype(jnp.float32)], axis=1)
+    weights, indices = jnp.split(send_dense(choices, plan, "expert", most), 2, axis=1)
+    indices = indices.astype(jnp.int32) - 1
+    first = jax.lax.axis_index("expert") * n_local
+    y = some_experts(rows, indices, weights, params, hidden, first, n_parts * n_rows)
+    return send_back(y, plan, "expert", most, copies)
 
 
 def _once(params: FFNParams) -> FFNParams:

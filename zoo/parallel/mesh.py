@@ -22,12 +22,13 @@ def make_mesh(config: MeshConfig, devices: Sequence[jax.Device] | None = None) -
         ConfigError: where the sizes do not make use of exactly these devices.
     """
     devices = jax.devices() if devices is None else list(devices)
-    sizes = _sizes(config, len(devices))
+    sizes = mesh_sizes(config, len(devices))
     # Auto: the compiler places what no constraint pins; jax.make_mesh would choose Explicit.
     return jax.make_mesh(sizes, config.axes, axis_types=(AxisType.Auto,) * len(sizes), devices=devices)
 
 
-def _sizes(config: MeshConfig, n_devices: int) -> tuple[int, ...]:
+def mesh_sizes(config: MeshConfig, n_devices: int) -> tuple[int, ...]:
+    """The size of each of `config.axes` on so many devices; raises as `make_mesh` does."""
     sizes = [getattr(config, axis) for axis in config.axes]
     fixed = math.prod(size for size in sizes if size != -1)
     fits = n_devices % fixed == 0 if -1 in sizes else n_devices == fixed

@@ -11,12 +11,16 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from zoo.config import ConfigError
 from zoo.layers.logical import Axes, ParamSpec, is_spec
 
-BATCH_AXES = ("data", "fsdp")
+# Over `expert` too: a device has some of the experts and some of the tokens, and they meet in the experts alone
+# (parallel/experts.py). Were tokens whole there, every part of the experts would compute the same attention.
+BATCH_AXES = ("data", "fsdp", "expert")
+# Where arrays lie depends on the sizes of the axes alone, so that it can be asked without such devices.
+AnyMesh = Mesh | AbstractMesh
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +68,7 @@ ZERO = {
 }
 
 
-def spec_for(axes: Axes, shape: tuple[int, ...], rules: Rules, mesh: Mesh, name: str = "array") -> PartitionSpec:
+def spec_for(axes: Axes, shape: tuple[int, ...], rules: Rules, mesh: AnyMesh, name: str = "array") -> PartitionSpec:
     """Where the dimensions of one array lie.
 
     Args:
@@ -98,7 +102,7 @@ def _refuse_collisions(axes: Axes, placed: list[tuple[str, ...]], name: str) -> 
             owner[mesh_axis] = axis
 
 
-def _parts(axis: str | None, size: int, on: tuple[str, ...], rules: Rules, mesh: Mesh, name: str) -> tuple[str, ...]:
+def _parts(axis: str | None, size: int, on: tuple[str, ...], rules: Rules, mesh: AnyMesh, name: str) -> tuple[str, ...]:
     """The mesh axes that a dimension really lies on: those of size 1 split nothing."""
     on = tuple(a for a in on if mesh.shape[a] > 1)
     parts = math.prod(mesh.shape[a] for a in on)
@@ -115,7 +119,7 @@ def _parts(axis: str | None, size: int, on: tuple[str, ...], rules: Rules, mesh:
 
 
 def _fsdp_dimension(
-    axes: Axes, shape: tuple[int, ...], parts: list[tuple[str, ...]], rules: Rules, mesh: Mesh
+    axes: Axes, shape: tuple[int, ...], parts: list[tuple[str, ...]], rules: Rules, mesh: AnyMesh
 ) -> int | None:
     n = mesh.shape["fsdp"]
     for candidate in rules.fsdp if n > 1 else ():
@@ -130,24 +134,24 @@ def path_name(path: tuple[Any, ...]) -> str:
     return jax.tree_util.keystr(path, simple=True, separator="/")
 
 
-def _place(specs: Any, rules: Rules, mesh: Mesh) -> Any:
+def _place(specs: Any, rules: Rules, mesh: AnyMesh) -> Any:
     def sharding(path: tuple[Any, ...], spec: ParamSpec) -> NamedSharding:
         return NamedSharding(mesh, spec_for(spec.axes, spec.shape, rules, mesh, path_name(path)))
 
     return jax.tree_util.tree_map_with_path(sharding, specs, is_leaf=is_spec)
 
 
-def param_shardings(specs: Any, mesh: Mesh, zero: int) -> Any:
+def param_shardings(specs: Any, mesh: AnyMesh, zero: int) -> Any:
     """The sharding of each parameter, in the tree of `specs` (of ParamSpec); raises as `spec_for` does."""
     return _place(specs, ZERO[zero].params, mesh)
 
 
-def grad_shardings(specs: Any, mesh: Mesh, zero: int) -> Any:
+def grad_shardings(specs: Any, mesh: AnyMesh, zero: int) -> Any:
     """The sharding of each gradient, in the tree of `specs` (of ParamSpec); raises as `spec_for` does."""
     return _place(specs, ZERO[zero].grads, mesh)
 
 
-def optimizer_shardings(abstract_opt_state: Any, specs: Any, mesh: Mesh, zero: int) -> Any:
+def optimizer_shardings(abstract_opt_state: Any, specs: Any, mesh: AnyMesh, zero: int) -> Any:
     """The sharding of each leaf of an optimizer's state, in its own tree.
 
     A leaf belongs to the parameter whose whole path ends the leaf's path (optax keeps parameter trees inside
@@ -193,23 +197,23 @@ _ABSENT: Any = object()
 
 
 def batch_sharding(mesh: Mesh) -> NamedSharding:
-    """For arrays [B, ...]: rows split over data and fsdp, the same on every tensor and expert part."""
+    """For arrays [B, ...]: rows split over data, fsdp and expert, the same on every tensor part."""
     return NamedSharding(mesh, PartitionSpec(BATCH_AXES))
 
 
-def rows_divide(rows: int, mesh: Mesh) -> bool:
-    """Whether the devices of data and fsdp can each take the same number of rows."""
-    return rows % math.prod(mesh.shape[axis] for axis in BATCH_AXES) == 0
+def batch_parts(mesh: Mesh) -> int:
+    """Into how many parts the mesh splits the rows of a batch."""
+    return math.prod(mesh.shape[axis] for axis in BATCH_AXES)
 
 
 def check_batch(setting: str, rows: int, mesh: Mesh) -> None:
-    """Raises ConfigError where `rows` computed at a time do not divide among the devices of data and fsdp.
+    """Raises ConfigError where `rows` computed at a time do not divide among the devices of BATCH_AXES.
 
     Args:
         setting: where the rows come from, e.g. "train.batch_size=12 in train.micro_batches=2 parts".
     """
-    if not rows_divide(rows, mesh):
-        parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    parts = batch_parts(mesh)
+    if rows % parts:
         axes = " x ".join(f"mesh.{axis}={mesh.shape[axis]}" for axis in BATCH_AXES)
         raise ConfigError(
             f"{setting} gives {rows} rows at a time, not a multiple of {axes}; choose a multiple of {parts}"

@@ -71,7 +71,7 @@ def _tokens(config: ModelConfig, text: Any, tokenizer: Tokenizer | None) -> np.n
         if tokenizer is None:
             raise TraceError("trace: a text needs a tokenizer; give tokenizer=..., or token ids instead of the text")
         text = tokenizer.encode(text)
-    tokens = np.asarray(text, np.int32).reshape(-1)
+    tokens = _row(text)
     if tokens.size == 0:
         raise TraceError("trace: the text is empty; give at least one token")
     limit = min(config.context_length, MAX_TOKENS)
@@ -82,7 +82,20 @@ def _tokens(config: ModelConfig, text: Any, tokenizer: Tokenizer | None) -> np.n
         raise TraceError(
             f"trace: token {unknown[0]} is outside of model.vocab_size={config.vocab_size}; use the model's tokenizer"
         )
-    return tokens
+    return tokens.astype(np.int32)
+
+
+def _row(ids: Any) -> np.ndarray:
+    """Token ids as whole numbers in a row."""
+    try:
+        row = np.asarray(ids)
+    except ValueError:  # rows of different lengths
+        row = np.empty((0, 0))
+    if row.ndim != 1:
+        raise TraceError("trace: the tokens are not one row; give the ids of one text, a list of whole numbers")
+    if row.size and row.dtype.kind not in "iu":
+        raise TraceError(f"trace: token {row[0]} is of type {row.dtype}; ids are whole numbers")
+    return row
 
 
 def _piece(tokenizer: Tokenizer | None, token: int) -> str:

@@ -11,7 +11,7 @@ from jaxtyping import PyTree
 from zoo.data.cache import TokenCache
 from zoo.data.loader import evaluation_batches
 from zoo.parallel.distributed import global_batch, process_rows
-from zoo.parallel.rules import BATCH_AXES
+from zoo.parallel.rules import batch_parts
 from zoo.train.metrics import Row
 from zoo.train.parts import Parts, windows
 
@@ -23,7 +23,7 @@ def evaluate(parts: Parts, eval_step: Callable[..., Any], params: PyTree[Any]) -
     batch size beyond the rounding within rows, about 1e-7 of it.
     """
     mesh, cache = parts.mesh, parts.corpus.validation
-    n_parts = math.prod(mesh.shape[axis] for axis in BATCH_AXES)
+    n_parts = batch_parts(mesh)
     size = -(-parts.experiment.train.eval_batch_size // n_parts) * n_parts
     rows = process_rows(size, mesh)
     loss = labels = np.float64(0)

@@ -27,6 +27,7 @@ from zoo.config import DenseConfig, SparseConfig
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.layers.moe import build_moe, route, sorted_experts
+from zoo.layers.moe.experts import Share, most_rows, some_experts
 
 E = 4
 CONFIG = SparseConfig(n_experts=E, d_ff=F)
@@ -182,7 +183,7 @@ def test_null_experts_cost_nothing():
     """Nothing that the experts are called with names one: tokens of null experts reach none."""
     seen = []
 
-    def count(x, indices, weights, params, hidden):
+    def count(x, indices, weights, params, hidden, share):
         seen.append(np.asarray(indices))
         return sorted_experts(x, indices, weights, params, hidden)
 
@@ -344,10 +345,24 @@ def test_slices_of_experts_add_up():
     params = FFNParams(params["w_gate"], params["w_up"], params["w_down"])
     x, indices = tokens(1, 9)[0], jax.random.randint(jax.random.key(0), (9, 2), 0, E + 1)  # E: to no expert
     weights = jax.random.uniform(jax.random.key(1), (9, 2))
-    run = jax.jit(sorted_experts, static_argnums=4)
     silu, part = HiddenUnits("silu"), lambda i: jax.tree.map(lambda w: w[i : i + 2], params)
-    slices = [run(x, indices, weights, part(i), silu, i) for i in (0, 2)]
-    assert_close(sum(slices), run(x, indices, weights, params, silu))
+    run = jax.jit(some_experts, static_argnums=(4, 6))
+    slices = [run(x, indices, weights, part(i), silu, i, most_rows(9, 2, 2, None)) for i in (0, 2)]
+    whole = jax.jit(sorted_experts, static_argnums=4)(x, indices, weights, params, silu)
+    assert_close(sum(slices), whole)
+
+
+@pytest.mark.parametrize("n_tokens", [1, 2, 3, 4, 5, 6, 7, 8, 12, 24])
+def test_a_share_bounds_what_any_device_may_hold(n_tokens):
+    """Of 24 tokens in sequences of 6, cut into parts of n: each expert's places in all sequences that a part meets."""
+    share = Share(tokens=6, places=2)
+    parts = [range(start, start + n_tokens) for start in range(0, 24, n_tokens)]
+    met = max(len({token // 6 for token in part}) for part in parts)
+    assert met * 2 * 3 <= share.most(n_tokens, 3) <= (met + 1) * 2 * 3
+    if 6 % n_tokens == 0 or n_tokens % 6 == 0:
+        assert share.most(n_tokens, 3) == met * 2 * 3
+    assert most_rows(n_tokens, 2, 3, share) == min(2 * n_tokens, share.most(n_tokens, 3))
+    assert most_rows(n_tokens, 4, 3, None) == 3 * n_tokens
 
 
 def test_gradients_of_gates_router_and_experts_equal_finite_differences():

@@ -103,9 +103,12 @@ def attention(
         dropout_rate=dropout_rate,
         offset=q_offset if q_positions is None else None,
         segmented=segmented,
+        log_sums=return_lse or sinks is not None,
+        forward=backend,
+        backward=backward,
         blocks=blocks,
     )
-    out, lse = _over_groups(operands, settings, mask, (backend, backward), runner)
+    out, lse = _over_groups(operands, settings, mask, runner)
     out, lse = (out, lse) if sinks is None else _with_sinks(out, lse, sinks)
     return (out, lse) if return_lse else out
 
@@ -121,7 +124,8 @@ def explain(q: Any, k: Any, v: Any, *, backend: str = "auto", backward: str = "a
     jax.eval_shape(lambda *arrays: attention(*arrays, **settings, runner=recorder), q, k, v)
     lines = [f"attention on {target().kind}:"]
     for way, name in zip(WAYS, (backend, backward), strict=True):
-        choices = [choose(name, *seen, way) for seen in recorder.seen]
+        asked = [(own, replace(found, forward=backend, backward=backward)) for own, found in recorder.seen]
+        choices = [choose(name, *each, way) for each in asked]
         lines.append(f"  {way}: {', '.join(dict.fromkeys(choice.name for choice in choices))}")
         refused = {other: why for choice in choices for other, why in choice.refused.items()}
         lines += [f"    not {other}: {why}" for other, why in refused.items()]
@@ -142,16 +146,14 @@ class _Recorder(Runner):
         )
 
 
-def _over_groups(
-    operands: Operands, settings: Settings, mask: Mask | ByHead, names: tuple[str, str], runner: Runner
-) -> Any:
+def _over_groups(operands: Operands, settings: Settings, mask: Mask | ByHead, runner: Runner) -> Any:
     """Output and log sums, where groups of heads may have masks of their own."""
-    masks = head_masks(mask)
+    masks, names = head_masks(mask), (settings.forward, settings.backward)
     parts = []
     for g, mask in enumerate(masks):
-        own, settings = _heads(operands, g, len(masks)), replace(settings, mask=mask)
-        forward, backward = (choose(name, own, settings, way) for name, way in zip(names, WAYS, strict=True))
-        parts.append(attend(own, replace(settings, forward=forward.name, backward=backward.name), runner))
+        own, asked = _heads(operands, g, len(masks)), replace(settings, mask=mask)
+        forward, backward = (choose(name, own, asked, way) for name, way in zip(names, WAYS, strict=True))
+        parts.append(attend(own, replace(asked, forward=forward.name, backward=backward.name), runner))
     if len(parts) == 1:
         return parts[0]
     outs, sums = zip(*parts, strict=True)

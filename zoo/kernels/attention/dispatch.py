@@ -1,14 +1,18 @@
 """Which backend computes attention: each says what it cannot do, and `auto` takes the first of a device that can."""
 
+import logging
 from collections.abc import Callable
 from difflib import get_close_matches
+from functools import cache
 from typing import NamedTuple
 
 from zoo.kernels.attention import chunked, dense, pallas_gpu, pallas_tpu
+from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
 WAYS = ("forward", "backward")
+_LOG = logging.getLogger(__name__)
 
 
 class Backend(NamedTuple):
@@ -43,6 +47,7 @@ BACKENDS = {
     "chunked": Backend(chunked.forward, chunked.backward, _anything, partial=True),
     "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses, partial=True),
     "pallas_tpu": Backend(pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.refuses, partial=True),
+    "cudnn": Backend(adapters.cudnn_forward, adapters.cudnn_backward, adapters.cudnn_refuses, partial=False),
 }
 # What `auto` asks, in this order.
 ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked")}
@@ -69,6 +74,13 @@ def choose(name: str, operands: Operands, settings: Settings, direction: str) ->
     return Choice(name, {})
 
 
+@cache
+def _say_once(name: str, *refused: tuple[str, str]) -> None:
+    """Says what is computed with instead of what the device does best, which nothing else shows."""
+    for other, reason in refused:
+        _LOG.warning("attention runs on %r: %r steps aside, because %s", name, other, reason)
+
+
 def _first(operands: Operands, settings: Settings, device: Target, direction: str) -> Choice:
     T, S = operands.q.shape[1], operands.k.shape[1]
     if T == 1 or T * S <= FEW_SCORES:
@@ -77,6 +89,7 @@ def _first(operands: Operands, settings: Settings, device: Target, direction: st
     for name in ORDER.get(device.platform, ORDER["cpu"]):
         reason = BACKENDS[name].refuses(operands, settings, device, direction)
         if reason is None:
+            _say_once(name, *refused.items())
             return Choice(name, refused)
         refused[name] = reason
     raise AssertionError("chunked refuses nothing")

@@ -10,31 +10,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.kernels.attention import dense
-from zoo.kernels.attention.problem import Operands, Settings
+from zoo.kernels.attention import dense, paged_gpu
+from zoo.kernels.attention.problem import Operands, PagedOperands, Settings
 from zoo.kernels.block_map import Places
 from zoo.kernels.masks import Causal
 from zoo.kernels.target import Target, target
-
-
-class PagedOperands(NamedTuple):
-    """The arrays of a decoding step.
-
-    Attributes:
-        q: [B, H, h].
-        k_pages: [P, page, K, h]; query head i reads key and value head i // (H / K).
-        v_pages: [P, page, K, d].
-        page_table: [B, n] int32; slot t of a row lies in its page t // page, at t mod page.
-        lengths: [B] int32, tokens of each row, the query's own included; pages and slots behind may hold anything.
-        slopes: [H] float32, ALiBi's, or None.
-    """
-
-    q: Float[Array, "B H h"]
-    k_pages: Float[Array, "P page K h"]
-    v_pages: Float[Array, "P page K d"]
-    page_table: Int[Array, "B n"]
-    lengths: Int[Array, "B"]
-    slopes: Float[Array, "H"] | None = None
 
 
 class PagedBackend(NamedTuple):
@@ -113,9 +93,12 @@ def _anything(operands: PagedOperands, settings: Settings, device: Target) -> No
     return None
 
 
-BACKENDS = {"gathered": PagedBackend(gathered, _anything)}
+BACKENDS = {
+    "gathered": PagedBackend(gathered, _anything),
+    "paged_gpu": PagedBackend(paged_gpu.decode, paged_gpu.refuses),
+}
 # What `auto` asks, in this order; "gathered" comes last everywhere.
-ORDER: dict[str, tuple[str, ...]] = {}
+ORDER: dict[str, tuple[str, ...]] = {"gpu": ("paged_gpu",)}
 
 
 def _choose(name: str, operands: PagedOperands, settings: Settings) -> str:

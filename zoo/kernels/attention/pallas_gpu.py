@@ -27,7 +27,7 @@ from zoo.kernels.attention.problem import (
     row_delta,
     visible,
 )
-from zoo.kernels.attention.tables import GpuBlocks, gpu_blocks, shared_memory
+from zoo.kernels.attention.tables import GpuBlocks, GpuSizes, gpu_blocks, too_large
 from zoo.kernels.attention.triton import LOG2E, columns_of, dot, padded_width
 from zoo.kernels.block_map import Lists
 from zoo.kernels.target import Target, target
@@ -68,10 +68,19 @@ def refuses(operands: Operands, settings: Settings, device: Target, way: str) ->
     if settings.blocks and any(n < triton.LEAST or n & (n - 1) for n in settings.blocks):
         return f"blocks={settings.blocks} have to be powers of two from {triton.LEAST} on"
     for kernel in ("forward",) if way == "forward" else ("dkv", "dq"):
-        reason = shared_memory(device.kind, operands, gpu_blocks(device.kind, operands, settings, kernel), kernel)
+        reason = too_large(device.kind, _sizes(operands), kernel, _blocks(device, operands, settings, kernel))
         if reason:
             return reason
     return None
+
+
+def _sizes(operands: Operands) -> GpuSizes:
+    q, k, v = operands.q, operands.k, operands.v
+    return GpuSizes(q.shape[1], k.shape[1], q.shape[-1], v.shape[-1], q.dtype.itemsize)
+
+
+def _blocks(device: Target, operands: Operands, settings: Settings, kernel: str) -> GpuBlocks:
+    return gpu_blocks(device.kind, _sizes(operands), kernel, settings.blocks)
 
 
 def forward(operands: Operands, settings: Settings) -> tuple[Float[Array, "B T H d"], Float[Array, "B H T"]]:
@@ -359,7 +368,7 @@ def _spec(name: str, shape: tuple[int, ...], plan: Plan, readers: int, n_blocks:
 
 
 def _plan(operands: Operands, settings: Settings, kernel: str) -> Plan:
-    blocks = gpu_blocks(target().kind, operands, settings, kernel)
+    blocks = _blocks(target(), operands, settings, kernel)
     return Plan(blocks, settings, (operands.q.shape[-1], operands.v.shape[-1]), 1)
 
 

@@ -28,6 +28,7 @@ class Settings:
         dropout_rate: share of the weights dropped.
         offset: queries stand at offset, offset + 1, ... and keys at 0, 1, ...; None where positions are data.
         segmented: whether some token may be in a segment of its own, or in none.
+        log_sums: whether anything but the gradient reads the log sums.
         forward, backward: names of the backends.
         blocks: (queries, keys) of a block, or None for what the tables say.
     """
@@ -38,6 +39,7 @@ class Settings:
     dropout_rate: float = 0.0
     offset: int | None = 0
     segmented: bool = False
+    log_sums: bool = True
     forward: str = "auto"
     backward: str = "auto"
     blocks: tuple[int, int] | None = None
@@ -65,6 +67,26 @@ class Operands(NamedTuple):
     slopes: Float[Array, "B H"] | None = None
     bias: Float[Array, "..."] | None = None
     seeds: UInt32[Array, "B H"] | None = None
+
+
+class PagedOperands(NamedTuple):
+    """The arrays of a decoding step: one query a row, and keys and values in pages that lie anywhere.
+
+    Attributes:
+        q: [B, H, h].
+        k_pages: [P, page, K, h]; query head i reads key and value head i // (H / K).
+        v_pages: [P, page, K, d].
+        page_table: [B, n] int32; slot t of a row lies in its page t // page, at t mod page.
+        lengths: [B] int32, tokens of each row, the query's own included; pages and slots behind may hold anything.
+        slopes: [H] float32, ALiBi's, or None.
+    """
+
+    q: Float[Array, "B H h"]
+    k_pages: Float[Array, "P page K h"]
+    v_pages: Float[Array, "P page K d"]
+    page_table: Int[Array, "B n"]
+    lengths: Int[Array, "B"]
+    slopes: Float[Array, "H"] | None = None
 
 
 class Gradients(NamedTuple):

@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float
 
 from zoo.kernels.attention.problem import Settings, scores_of
-from zoo.kernels.target import Target
+from zoo.kernels.target import Target, target
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -69,8 +69,12 @@ def store(ref: Any, row: Any, parts: list[Array], width: int) -> None:
 
 
 def dot(a: Array, b: Array, contract: tuple[int, int]) -> Float[Array, "m n"]:
-    """A product over axis contract[0] of a and contract[1] of b, in float32; of float32 inputs it is exact float32."""
-    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    """A product over axis contract[0] of a and contract[1] of b, in float32."""
+    precision = None
+    if a.dtype == jnp.float32:
+        # Three passes of tensor cores have float32's precision; without them a block takes minutes to compile.
+        exact, passes = jax.lax.Precision.HIGHEST, jax.lax.DotAlgorithmPreset.TF32_TF32_F32_X3
+        precision = exact if target().interpret else passes
     dims = (((contract[0],), (contract[1],)), ((), ()))
     return jax.lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
@@ -96,10 +100,8 @@ def missing(dtypes: tuple[Any, ...], device: Target) -> str | None:
     if plgpu is None:
         return "this JAX has no Triton"
     if not device.has_triton:
-        return (
-            f"Triton needs an NVIDIA GPU of compute capability 8.0, and the program is for {device.kind!r}"
-            " (zoo.kernels.target.interpreting runs it elsewhere, slowly)"
-        )
+        hint = "; zoo.kernels.target.interpreting runs it on a CPU, slowly" if device.platform == "cpu" else ""
+        return f"Triton needs an NVIDIA GPU of compute capability 8.0, and the program is for {device.kind!r}{hint}"
     if len(names) > 1 or not names <= set(DTYPES):
         return f"q, k and v have dtypes {', '.join(sorted(names))}; it takes one of {', '.join(DTYPES)} for all"
     return None

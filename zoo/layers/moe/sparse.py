@@ -10,7 +10,7 @@ from zoo.layers.ffn import declare_ffn, hidden_units
 from zoo.layers.logical import Constrain, unconstrained
 from zoo.layers.moe.balance import balance
 from zoo.layers.moe.capacity import capacity, expert_choice, reroute, within_capacity
-from zoo.layers.moe.experts import Experts, sorted_experts
+from zoo.layers.moe.experts import Experts, Share, sorted_experts
 from zoo.layers.moe.router import (
     Logits,
     Routing,
@@ -77,7 +77,8 @@ class SparseMoE(nn.Module):
         limit = None if free else self._limit(x.shape[1], config.capacity_factor)
         indices, weights, kept = find_places(routing, logits.noisy, token_mask, limit, config)
         flat = lambda a: a.reshape(-1, a.shape[-1])  # noqa: E731
-        y = self._run(flat(x), flat(jnp.where(kept, indices, n_choices)), flat(weights)).reshape(x.shape)
+        share = None if limit is None else Share(x.shape[1], limit)
+        y = self._run(flat(x), flat(jnp.where(kept, indices, n_choices)), flat(weights), share).reshape(x.shape)
         assignments = jax.nn.one_hot(routing.indices, n_choices).sum(axis=-2)
         gates = jnp.sum(jax.nn.one_hot(indices, n_choices) * jnp.where(kept, weights, 0)[..., None], axis=-2)
         dropped = jnp.sum(token_mask[..., None] & ~kept, dtype=jnp.float32)
@@ -92,17 +93,20 @@ class SparseMoE(nn.Module):
         weights = config.routed_scale * weights
         indices = jnp.where(tokens < length, jnp.arange(config.n_experts)[:, None], config.n_experts)
         # An assignment for each place of each expert: far fewer rows than E for every token.
-        y = self._run(take_tokens(x, tokens), indices.reshape(-1, 1), weights.reshape(-1, 1))
+        share = Share(indices[0].size, indices.shape[-1])
+        y = self._run(take_tokens(x, tokens), indices.reshape(-1, 1), weights.reshape(-1, 1), share)
         assignments, gates = (by_token(tokens, a, length) for a in (jnp.ones_like(weights), weights))
         return add_tokens(y, tokens, length), sparse_stats(logits, token_mask, assignments, gates, 0.0, config)
 
     def _limit(self, length: int, factor: float) -> int:
         return capacity(factor, self.config.k, length, self.config.n_experts)
 
-    def _run(self, x: Float[Array, "N D"], indices: Int[Array, "N k"], weights: Float[Array, "N k"]) -> Array:
+    def _run(
+        self, x: Float[Array, "N D"], indices: Int[Array, "N k"], weights: Float[Array, "N k"], share: Share | None
+    ) -> Array:
         config, dtype = self.config, self.block.compute_dtype
         params = declare_ffn(self, self.block, config.d_ff, config.n_experts).astype(dtype)
-        return self.experts(x.astype(dtype), indices, weights, params, hidden_units(self.block))
+        return self.experts(x.astype(dtype), indices, weights, params, hidden_units(self.block), share)
 
 
 def find_places(

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zoo.config import ModelConfig
+from zoo.config import ModelConfig, OptimizerConfig
 from zoo.models.presets.preset import Preset, Recipe
 
 _LLAMA1 = "arXiv 2302.13971, table 2; norm_eps: params.json of the release"
@@ -16,13 +16,31 @@ def _llama(d_model: int, n_layers: int, n_heads: int, d_ff: int, **own: Any) -> 
     return ModelConfig(**common | shape | own)
 
 
+def _adamw(learning_rate: float, **own: float) -> OptimizerConfig:
+    """LLaMA 1, section 2.3, which has no eps, and LLaMA 2, section 2.2."""
+    return OptimizerConfig(
+        "adamw",
+        learning_rate,
+        beta1=0.9,
+        beta2=0.95,
+        weight_decay=0.1,
+        clip_norm=1.0,
+        schedule="cosine",
+        warmup_steps=2000,
+        min_ratio=0.1,
+        **own,
+    )
+
+
 def _llama1(*shape: int, recipe: Recipe, norm_eps: float = 1e-6) -> Preset:
-    return Preset(_llama(*shape, context_length=2048, norm_eps=norm_eps), _LLAMA1, recipe)
+    model = _llama(*shape, context_length=2048, norm_eps=norm_eps)
+    return Preset(model, _LLAMA1, recipe, optimizer=_adamw(recipe.learning_rate))
 
 
 def _llama2(*shape: int, n_kv_heads: int | None = None, learning_rate: float) -> Preset:
     model = _llama(*shape, n_kv_heads=n_kv_heads, context_length=4096, norm_eps=1e-5)
-    return Preset(model, _LLAMA2, Recipe(learning_rate, batch_tokens=4e6, tokens=2e12))
+    recipe = Recipe(learning_rate, batch_tokens=4e6, tokens=2e12)
+    return Preset(model, _LLAMA2, recipe, optimizer=_adamw(learning_rate, eps=1e-5))
 
 
 def _llama3(*shape: int) -> Preset:

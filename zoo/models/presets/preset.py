@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from zoo.config import ModelConfig
+from zoo.config import ModelConfig, OptimizerConfig
 
 
 @dataclass(frozen=True)
@@ -31,9 +31,11 @@ class Preset:
         source: where it is published.
         recipe: how it was trained, where describe makes use of it.
         note: what is not as published, or not published.
+        optimizer: the published update rule and schedule with the recipe's peak, where the zoo has all of it.
     """
 
     model: ModelConfig
     source: str
     recipe: Recipe | None = None
     note: str = ""
+    optimizer: OptimizerConfig | None = None
