@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
-from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu
+from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu, pallas_tpu
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
@@ -45,10 +45,11 @@ BACKENDS = {
     "dense": Backend(dense.forward, dense.backward, _anything, partial=False),
     "chunked": Backend(chunked.forward, chunked.backward, _anything, partial=True),
     "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses, partial=True),
+    "pallas_tpu": Backend(pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.refuses, partial=True),
     "cudnn": Backend(adapters.cudnn_forward, adapters.cudnn_backward, adapters.cudnn_refuses, partial=False),
 }
 # What `auto` asks, in this order.
-ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("chunked",)}
+ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked")}
 # Up to so many scores of a head, their plain form is the fastest everywhere.
 FEW_SCORES = 128 * 128
 
