@@ -6,8 +6,7 @@ from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
-from zoo.kernels.attention import chunked, dense, pallas_gpu, pallas_tpu
-from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu
+from zoo.kernels.attention import adapters, chunked, dense, pallas_gpu, pallas_tpu
 from zoo.kernels.attention.problem import Operands, Settings
 from zoo.kernels.target import Target, target
 
