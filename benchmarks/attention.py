@@ -139,7 +139,8 @@ def main():
     sparse = against_dense(options)
     print(f"\n{'against the causal mask':44}{'ours':>12}{'live':>8}{'time / (live x dense)':>24}{'temp':>10}")
     for row in sparse:
-        numbers = f"{row['ours_ms']:9.1f} ms{row['live_share']:8.3f}{row['of_dense_share']:24.2f}{row['temp_mb']:7.0f} MB"
+        times = f"{row['ours_ms']:9.1f} ms{row['live_share']:8.3f}{row['of_dense_share']:24.2f}"
+        numbers = f"{times}{row['temp_mb']:7.0f} MB"
         print(f"{row['case']:44}{numbers}")
     if options.json:
         write_json(options.json, rows + sparse)

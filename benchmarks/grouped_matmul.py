@@ -6,7 +6,7 @@ Each case is E experts (a SwiGLU of width F on D), k of them a token, N = k T as
 of a real router. Candidates run one after the other within a round, so that a busy machine slows all of them;
 the table gives medians in ms and the median ratio to `grouped_ffn` of the same round. "one ffn" is the floor:
 all N rows through one expert. "capacity" computes without loss only while no expert gets more than its equal
-share times the factor.
+share times the factor. "by NAME" is `grouped_ffn` with that backend: on an accelerator, what "auto" should take.
 """
 
 import argparse
@@ -22,6 +22,7 @@ import numpy as np
 
 from zoo.kernels import grouped_matmul as kernel
 from zoo.kernels.glu import HiddenUnits
+from zoo.kernels.grouped_backends import target_platform
 
 # name: (tokens T, experts E, experts per token k, width D, expert width F)
 CASES = {
@@ -82,8 +83,8 @@ def dense(top_k, x, scale, gate, up, down, counts):
     return jnp.einsum("TEF,EFD->TD", hidden, down)
 
 
-def fused(x, scale, gate, up, down, counts):
-    return kernel.grouped_ffn(x, scale, kernel.FFNParams(gate, up, down), counts, HiddenUnits("silu"))
+def fused(x, scale, gate, up, down, counts, backend="auto"):
+    return kernel.grouped_ffn(x, scale, kernel.FFNParams(gate, up, down), counts, HiddenUnits("silu"), backend)
 
 
 def candidates(top_k, only):
@@ -96,6 +97,8 @@ def candidates(top_k, only):
         "capacity 2": partial(capacity, 2.0),
         "dense": partial(dense, top_k),
     }
+    backends = ["sweep", "ragged_dot"] + ["triton"] * (target_platform() == "cuda")
+    plain |= {f"by {backend}": partial(fused, backend=backend) for backend in backends}
     named = {name: (f, lambda program: program) for name, f in plain.items()}
     named |= {f"blocks of {rows}": (fused, partial(in_blocks, rows)) for rows in (32, 64, 128, 256, 512)}
     return {n: c for n, c in named.items() if not only or n == "grouped_ffn" or any(word in n for word in only)}

@@ -10,6 +10,8 @@ FLAGS = (
     "--xla_force_host_platform_device_count=8"
     " --xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
 )
+# Eight devices share the cores, so on a machine that has none to spare one may keep the others waiting for long.
+FLAGS += " --xla_cpu_collective_call_terminate_timeout_seconds=300"
 if version("jaxlib").startswith("0.10."):
     # A third less time to compile; later versions know no such flag, and fail where it is set.
     FLAGS += " --xla_cpu_use_fusion_emitters=false"

@@ -53,3 +53,9 @@ def test_functions_and_files_are_short():
         functions = [n for n in ast.walk(ast.parse(text)) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
         lengths += [f.end_lineno - f.lineno + 1 for f in functions]
     assert statistics.median(lengths) <= 12
+
+
+def test_no_two_test_files_have_one_name():
+    """pytest would take the second for the first, and collect nothing from it in a fresh checkout."""
+    names = [path.name for path in Path(__file__).parent.rglob("test_*.py")]
+    assert len(names) == len(set(names))

@@ -13,6 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from zoo.config import ModelConfig
 from zoo.data.loader import Batch
+from zoo.kernels.linear import turned, wide_product
 from zoo.layers.embedding import HeadWeights, scores_of
 from zoo.layers.moe.balance import loss_weights, losses
 from zoo.layers.moe.router import RoutingStats
@@ -87,7 +88,7 @@ def row_cross_entropy(
         hidden: what the head reads; its dtype is that of the head's product, the softmax is float32.
         head: output weights.
     """
-    w = head.w.astype(hidden.dtype)
+    w = _head_matrix(head, hidden)
 
     def step(losses: Array, chunk: Any) -> tuple[Array, None]:
         return losses + _losses(_product(chunk[0], w), head.bias, chunk[1], config)[0], None
@@ -107,7 +108,7 @@ def cross_entropy(
 
     Source of the z-loss: PaLM, arXiv 2204.02311, section 5.
     """
-    w = head.w.astype(hidden.dtype)
+    w = _head_matrix(head, hidden)
 
     def step(total: Array, chunk: Any) -> tuple[Array, None]:
         return total + _totals(_product(chunk[0], w), head.bias, chunk[1], config), None
@@ -117,7 +118,8 @@ def cross_entropy(
 
 
 def _cross_entropy_fwd(hidden: Array, head: HeadWeights, labels: Array, config: ModelConfig) -> tuple[Any, Any]:
-    w = head.w.astype(hidden.dtype)
+    w = _head_matrix(head, hidden)
+    w_turned = turned(w)
 
     def step(carry: Any, chunk: Any) -> Any:
         total, sums = carry
@@ -125,9 +127,9 @@ def _cross_entropy_fwd(hidden: Array, head: HeadWeights, labels: Array, config: 
         new, pull = jax.vjp(lambda product, bias: _totals(product, bias, y, config), _product(x, w), head.bias)
         d_product, d_bias = pull(jnp.array([1.0, 0.0, 0.0]))
         d_product = d_product.astype(hidden.dtype)
-        d_w = jnp.einsum("BTD,BTV->DV", x, d_product, preferred_element_type=jnp.float32)
+        d_w = wide_product(turned(_flat(x)), _flat(d_product))
         sums = jax.tree.map(lambda s, d: s + d.astype(jnp.float32), sums, HeadWeights(d_w, d_bias))
-        return (total + new, sums), jnp.einsum("BTV,DV->BTD", d_product, w)
+        return (total + new, sums), _product(d_product, w_turned).astype(hidden.dtype)
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), head)
     (total, d_head), d_hidden = jax.lax.scan(step, (jnp.zeros(3), zeros), _chunked(hidden, labels, w.shape[1]))
@@ -143,8 +145,18 @@ def _cross_entropy_bwd(config: ModelConfig, grads: tuple[Array, HeadWeights], sc
 cross_entropy.defvjp(_cross_entropy_fwd, _cross_entropy_bwd)
 
 
-def _product(hidden: Array, w: Array) -> Array:
-    return jnp.einsum("BTD,DV->BTV", hidden, w, preferred_element_type=jnp.float32)
+def _head_matrix(head: HeadWeights, hidden: Array) -> Array:
+    """The head's weights in hidden's dtype."""
+    w = head.w.astype(hidden.dtype)
+    return turned(w.T)  # one that is tied to the embedding lies by columns
+
+
+def _flat(x: Float[Array, "B T D"]) -> Float[Array, "N D"]:
+    return x.reshape(-1, x.shape[-1])
+
+
+def _product(x: Float[Array, "B T D"], w: Float[Array, "D V"]) -> Float[Array, "B T V"]:
+    return wide_product(_flat(x), w).reshape(*x.shape[:-1], -1)
 
 
 def _losses(product: Array, bias: Array | None, labels: Array, config: ModelConfig) -> tuple[Array, Array]:

@@ -25,7 +25,7 @@ import pytest
 
 from tests.conftest import FLAGS
 
-if find_spec("libtpu") is None or find_spec("jax_plugins") is None:
+if find_spec("libtpu") is None or find_spec("jax_cuda13_plugin") is None:
     raise pytest.UsageError("tests/aot needs the compilers of TPU and GPU; `make test-aot` installs and runs them")
 
 # The other tests tell XLA to optimize nothing, which would reach these compilers too.
@@ -50,8 +50,9 @@ def report(request: pytest.FixtureRequest):
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Says what was compiled, in how long, and what it holds on each device."""
-    terminalreporter.section("compiled")
-    for test in terminalreporter.stats.get("passed", []):
-        for name, program in test.user_properties:
-            if name == "program":
-                terminalreporter.write_line(f"{test.nodeid.split('::')[1]}: {program}")
+    passed = terminalreporter.stats.get("passed", [])
+    programs = [(test, text) for test in passed for name, text in test.user_properties if name == "program"]
+    if programs:
+        terminalreporter.section("compiled")
+    for test, text in programs:
+        terminalreporter.write_line(f"{test.nodeid.split('::')[1]}: {text}")

@@ -16,7 +16,9 @@ from zoo.kernels.masks import Causal, Mask
 
 # Backends of attention that are plain JAX: XLA compiles them as it does the rest of a model.
 PLAIN = {"dense": 128, "chunked": 512}  # and a length that each is for
-KERNELS = [name for name in BACKENDS if name not in PLAIN]
+# Backends that are other people's libraries, which are asked about the device while tracing.
+LIBRARIES = ("cudnn",)
+KERNELS = [name for name in BACKENDS if name not in (*PLAIN, *LIBRARIES)]
 
 
 class Problem(NamedTuple):

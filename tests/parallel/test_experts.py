@@ -188,16 +188,17 @@ def as_a_receiver_sees_it(operand, output, input_offsets, send_sizes, output_off
 def test_the_ragged_exchange_equals_one_device(name, monkeypatch):
     """What a TPU would run, with the collective that CPUs lack put together from others."""
     monkeypatch.setattr(jax.lax, "ragged_all_to_all", as_a_receiver_sees_it)
-    monkeypatch.setattr(jax.lax, "platform_dependent", lambda *args, tpu, **others: tpu(*args))
+    monkeypatch.setattr("zoo.parallel.experts.RAGGED_PLATFORMS", ("cpu",))
     assert_equal(values_and_grads(MeshExperts(make_mesh(MESHES[name])), make_inputs()), on_one_device())
 
 
-@pytest.mark.parametrize("platform", ["cpu", "tpu", "cuda"])
-def test_the_exchange_is_ragged_where_the_platform_has_it(platform):
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_the_ragged_exchange_lowers(platform, monkeypatch):
+    monkeypatch.setattr("zoo.parallel.experts.RAGGED_PLATFORMS", ("cpu",))
     run = jax.jit(jax.grad(lambda *a: loss(MeshExperts(make_mesh(MESHES["data 2, expert 4"])), *a)[0], (0, 2, 3)))
     text = run.trace(*make_inputs()).lower(lowering_platforms=(platform,)).as_text()
-    assert ("ragged_all_to_all" in text) == (platform != "cpu")
-    assert "stablehlo.all_to_all" in text
+    # Tokens there, and their gradients back and there; the output itself is not needed.
+    assert len(re.findall(r"custom_call @ragged_all_to_all", text)) >= 3
 
 
 @pytest.mark.parametrize("indices", [[[0, 1]] * N, [[3, 4]] * N, [[4, 4]] * N], ids=["two", "one", "none"])

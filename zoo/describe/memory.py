@@ -138,8 +138,8 @@ def kv_bytes_per_sequence(config: ModelConfig, length: int) -> int:
 
 
 # What the backward pass keeps of a token: c bytes of the compute dtype for each number that a product or a norm reads,
-# and attention's log sums in float32: its scores are made anew from queries and keys. A token has m rows of F hidden units and, in a
-# sparse mixture, as many copies; an FFN has n matrices.
+# and attention's log sums in float32, from which its weights are made anew. A token has m rows of F hidden units and,
+# in a sparse mixture, as many copies; an FFN has n matrices.
 ACTIVATIONS = {
     "none": "L (c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H)",
     "full": "L c D + one block's c (4 D + 2 H h + 2 K h + m D + n m F) + 4 H",

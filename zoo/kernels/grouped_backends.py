@@ -10,7 +10,7 @@
 "auto" takes the sweep on CPUs, ragged_dot on TPUs, and on GPUs triton, or ragged_dot where triton refuses or where
 the program that lowers for a GPU has none and sets no mesh that names one. For GPUs this rests on public figures, not
 on a measurement of ours: XLA expands ragged_dot to every row times every group's matrix there (openxla/xla issue
-45999).
+45999). `benchmarks/grouped_matmul.py --only by` measures it.
 """
 
 from collections.abc import Callable

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from zoo.kernels import grouped_products
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_backends import Backend, check_ffn, check_matmul, choose
-from zoo.kernels.linear import affine
+from zoo.kernels.linear import affine, product, turned, wide, wide_product
 
 
 def grouped_matmul_reference(
@@ -88,15 +88,15 @@ _matmul.defvjp(lambda x, w, counts, backend: (_matmul(x, w, counts, backend), (x
 
 def _sweep_matmul(x: Array, w: Array, counts: Array) -> Array:
     out = _like(x, w.shape[2:])
-    return _sweep(lambda w, x: (x @ w, None), counts, w, x, out, None)[0]
+    return _sweep(lambda w, x: (product(x, w), None), counts, w, x, out, None)[0]
 
 
 def _sweep_matmul_gradients(x: Array, w: Array, counts: Array, g: Array) -> tuple[Array, Array]:
-    def block(w: Array, rows: tuple[Array, Array]) -> tuple[Array, Array]:
+    def block(w_turned: Array, rows: tuple[Array, Array]) -> tuple[Array, Array]:
         x, g = rows
-        return g @ w.T, _outer(x, g)
+        return product(g, w_turned), _outer(x, g)
 
-    dx, dw = _sweep(block, counts, w, (x, g), _like(x, x.shape[1:]), _sums(w))
+    dx, dw = _sweep(block, counts, turned(w), (x, g), _like(x, x.shape[1:]), _sums(w))
     return dx, dw.astype(w.dtype)
 
 
@@ -174,7 +174,7 @@ def _sweep_ffn(
         x, scale = rows
         gate, up = affine(x, params.w_gate, params.b_gate), affine(x, params.w_up, params.b_up)
         # A row of another group comes with scale 0, so it gives 0 whatever the biases are.
-        y = (hidden(gate, up, params.beta) * scale).astype(x.dtype) @ params.w_down
+        y = product((hidden(gate, up, params.beta) * scale).astype(x.dtype), params.w_down)
         y = y if params.b_down is None else y + (params.b_down * scale).astype(x.dtype)
         return (y, gate, up), None
 
@@ -194,16 +194,17 @@ def _sweep_ffn_gradients(
     hidden: HiddenUnits,
 ) -> tuple[Array, Array, FFNParams]:
     def block(params: FFNParams, rows: tuple) -> tuple[tuple, FFNParams]:
-        x, scale, gate, up, g = rows
+        x, scale, gate, up, g = rows  # and the matrices come turned
         # A beta for each unit, so that the gradient of the one they share is summed in float32.
         beta = None if params.beta is None else jnp.broadcast_to(params.beta, up.shape)
         units, pull = jax.vjp(hidden, gate, up, beta)
-        d_scaled = g @ params.w_down.T
+        d_scaled = product(g, params.w_down)
         d_scale = _row_dot(d_scaled, units, scale.dtype)
         if params.b_down is not None:
             d_scale += _row_dot(g, jnp.broadcast_to(params.b_down, g.shape), scale.dtype)
         d_gate, d_up, d_beta = pull((d_scaled * scale).astype(units.dtype))
-        dx = d_up @ params.w_up.T if gate is None else d_up @ params.w_up.T + d_gate @ params.w_gate.T
+        dx = product(d_up, params.w_up)
+        dx = dx if gate is None else dx + product(d_gate, params.w_gate)
         sums = FFNParams(
             w_gate=None if gate is None else _outer(x, d_gate),
             w_up=_outer(x, d_up),
@@ -217,8 +218,14 @@ def _sweep_ffn_gradients(
 
     outs = (_like(x, x.shape[1:]), _like(scale, scale.shape[1:]))
     sums = jax.tree.map(_sums, params)
-    (dx, d_scale), sums = _sweep(block, counts, params, (x, scale, gate, up, g), outs, sums)
+    back = params._replace(**{name: turned(getattr(params, name)) for name in _matrices(params)})
+    (dx, d_scale), sums = _sweep(block, counts, back, (x, scale, gate, up, g), outs, sums)
     return dx, d_scale, jax.tree.map(lambda d, p: d.astype(p.dtype), sums, params)
+
+
+def _matrices(params: FFNParams) -> list[str]:
+    """The names of the matrices that there are."""
+    return [name for name in ("w_gate", "w_up", "w_down") if getattr(params, name) is not None]
 
 
 def _row_dot(a: Array, b: Array, dtype: Any) -> Array:
@@ -226,15 +233,11 @@ def _row_dot(a: Array, b: Array, dtype: Any) -> Array:
 
 
 def _total(rows: Array) -> Array:
-    return jnp.sum(rows.astype(_wide(rows.dtype)), axis=0)
+    return jnp.sum(rows.astype(wide(rows.dtype)), axis=0)
 
 
 def _outer(x: Array, g: Array) -> Array:
-    return jnp.matmul(x.T, g, preferred_element_type=_wide(x.dtype))
-
-
-def _wide(dtype: Any) -> Any:
-    return jnp.promote_types(dtype, jnp.float32)
+    return wide_product(turned(x), g)
 
 
 def _like(x: Array, shape: tuple[int, ...]) -> Array:
@@ -243,7 +246,7 @@ def _like(x: Array, shape: tuple[int, ...]) -> Array:
 
 
 def _sums(w: Array) -> Array:
-    return jnp.zeros_like(w, dtype=_wide(w.dtype))
+    return jnp.zeros_like(w, dtype=wide(w.dtype))
 
 
 def block_rows(n_rows: int, n_groups: int) -> int:
@@ -304,7 +307,7 @@ def collect(y: Float[Array, "M D"], token: Int[Array, "M"], row: Int[Array, "N k
     """sum_j y[row[n, j]], in float32 and returned in y's dtype: the transpose of `spread`."""
     del token
     rows = jnp.take(y, row, axis=0, mode="fill", fill_value=0)
-    return jnp.sum(rows.astype(_wide(y.dtype)), axis=1).astype(y.dtype)
+    return jnp.sum(rows.astype(wide(y.dtype)), axis=1).astype(y.dtype)
 
 
 spread.defvjp(

@@ -19,6 +19,22 @@ from jaxtyping import Array, Bool, Float
 from zoo.kernels.grouped_matmul import collect, spread
 
 
+class Way(NamedTuple):
+    """How an exchange is made.
+
+    Attributes:
+        axis: of the mesh; everything here runs under shard_map.
+        most: R, tokens that any device sends to another at most.
+        copies: devices that want a token at most.
+        ragged: by ragged_all_to_all.
+    """
+
+    axis: str
+    most: int
+    copies: int
+    ragged: bool
+
+
 class Plan(NamedTuple):
     """Which rows go where, of n tokens and P devices; every number is this device's own.
 
@@ -32,16 +48,16 @@ class Plan(NamedTuple):
     got: Array
 
 
-def make_plan(wanted: Bool[Array, "n P"], axis: str, most: int) -> Plan:
-    """The plan that sends each token to the devices that want it; no more than `most` (R) to any."""
-    place = jnp.where(wanted, jnp.cumsum(wanted, axis=0) - 1, most).astype(jnp.int32)
+def make_plan(wanted: Bool[Array, "n P"], way: Way) -> Plan:
+    """The plan that sends each token to the devices that want it."""
+    place = jnp.where(wanted, jnp.cumsum(wanted, axis=0) - 1, way.most).astype(jnp.int32)
     sent = jnp.sum(wanted, axis=0, dtype=jnp.int32)
-    return Plan(place, sent, _turned(sent, axis))
+    return Plan(place, sent, _turned(sent, way))
 
 
-def _turned(x: Array, axis: str) -> Array:
+def _turned(x: Array, way: Way) -> Array:
     """Of x [P * m, ...], the P parts exchanged: part i of device j for part j of device i."""
-    return jax.lax.all_to_all(x, axis, 0, 0, tiled=True)
+    return jax.lax.all_to_all(x, way.axis, 0, 0, tiled=True)
 
 
 class _Packing(NamedTuple):
@@ -52,82 +68,50 @@ class _Packing(NamedTuple):
     start: Array
 
 
-def _pack(plan: Plan, start: Array, most: int, size: int) -> _Packing:
-    row = jnp.where(plan.place < most, start + plan.place, size)
-    n_tokens = row.shape[0]
-    token = jnp.full_like(plan.place, n_tokens, shape=(size,))
-    token = token.at[row].set(jnp.arange(n_tokens, dtype=token.dtype)[:, None], mode="drop")
+def _pack(plan: Plan, way: Way) -> _Packing:
+    """In regions as they arrive, or, where the exchange is ragged, one behind the other."""
+    n_tokens, n_parts = plan.place.shape
+    start, size = jnp.arange(n_parts, dtype=jnp.int32) * way.most, n_parts * way.most
+    if way.ragged:
+        start, size = jnp.cumsum(plan.sent) - plan.sent, min(size, n_tokens * way.copies)
+    row = jnp.where(plan.place < way.most, start + plan.place, size)
+    token = jnp.full_like(row, n_tokens, shape=(size,))
+    token = token.at[row].set(jnp.arange(n_tokens, dtype=row.dtype)[:, None], mode="drop")
     return _Packing(token, row, start)
 
 
-def _in_regions(plan: Plan, most: int) -> _Packing:
-    n_parts = plan.sent.shape[0]
-    return _pack(plan, jnp.arange(n_parts) * most, most, n_parts * most)
-
-
-def _closely(plan: Plan, most: int, copies: int) -> _Packing:
-    n_tokens, n_parts = plan.place.shape
-    start = jnp.cumsum(plan.sent) - plan.sent
-    return _pack(plan, start, most, min(n_parts * most, n_tokens * copies))
-
-
-def send_dense(x: Float[Array, "n D"], plan: Plan, axis: str, most: int) -> Float[Array, "M D"]:
-    """Whole regions by all_to_all: what `send` does, on every platform."""
-    packing = _in_regions(plan, most)
-    return _turned(spread(x, packing.token, packing.row), axis)
-
-
-def _return_dense(y: Array, plan: Plan, axis: str, most: int) -> Array:
-    packing = _in_regions(plan, most)
-    return collect(_turned(y, axis), packing.token, packing.row)
-
-
-def _send_ragged(x: Array, plan: Plan, axis: str, most: int, copies: int) -> Array:
-    packing, n_parts = _closely(plan, most, copies), plan.sent.shape[0]
-    regions = jnp.zeros_like(x, shape=(n_parts * most, x.shape[1]))
-    # On every receiver the rows of a sender start at the sender's region.
-    there = jnp.full_like(plan.sent, jax.lax.axis_index(axis) * most)
+# The two are transposes of each other, and stated so: what a token's rows give back is added in float32.
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def send(x: Float[Array, "n D"], plan: Plan, way: Way) -> Float[Array, "M D"]:
+    """Each device's tokens to those that want them: what arrives here, M = P R rows in P regions."""
+    packing, n_parts = _pack(plan, way), plan.sent.shape[0]
     rows = spread(x, packing.token, packing.row)
-    return jax.lax.ragged_all_to_all(rows, regions, packing.start, plan.sent, there, plan.got, axis_name=axis)
+    if not way.ragged:
+        return _turned(rows, way)
+    regions = jnp.zeros_like(x, shape=(n_parts * way.most, x.shape[1]))
+    # On every receiver the rows of a sender start at the sender's region.
+    there = jnp.full_like(plan.sent, jax.lax.axis_index(way.axis) * way.most)
+    return jax.lax.ragged_all_to_all(rows, regions, packing.start, plan.sent, there, plan.got, axis_name=way.axis)
 
 
-def _return_ragged(y: Array, plan: Plan, axis: str, most: int, copies: int) -> Array:
-    packing = _closely(plan, most, copies)
+@partial(jax.custom_vjp, nondiff_argnums=(2,))
+def send_back(y: Float[Array, "M D"], plan: Plan, way: Way) -> Float[Array, "n D"]:
+    """The transpose of `send`: rows back to where they came from, those of a token added, in float32."""
+    packing = _pack(plan, way)
+    if not way.ragged:
+        return collect(_turned(y, way), packing.token, packing.row)
     rows = jnp.zeros_like(y, shape=(packing.token.shape[0], y.shape[1]))
-    regions = jnp.arange(plan.got.shape[0], dtype=jnp.int32) * most
-    there = _turned(packing.start, axis)
-    back = jax.lax.ragged_all_to_all(y, rows, regions, plan.got, there, plan.sent, axis_name=axis)
+    regions = jnp.arange(plan.got.shape[0], dtype=jnp.int32) * way.most
+    there = _turned(packing.start, way)
+    back = jax.lax.ragged_all_to_all(y, rows, regions, plan.got, there, plan.sent, axis_name=way.axis)
     return collect(back, packing.token, packing.row)
 
 
-# Transposes of each other, stated so, since the transpose of a choice by platform would keep what each branch needs.
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def send(x: Float[Array, "n D"], plan: Plan, axis: str, most: int, copies: int) -> Float[Array, "M D"]:
-    """Each device's tokens to those that want them: what arrives here, M = P `most` rows in P regions.
-
-    Args:
-        axis: of the mesh; this runs under shard_map.
-        most: R, rows that any device sends to another at most.
-        copies: devices that want a token at most.
-    """
-    ragged = partial(_send_ragged, axis=axis, most=most, copies=copies)
-    dense = partial(send_dense, axis=axis, most=most)
-    return jax.lax.platform_dependent(x, plan, tpu=ragged, cuda=ragged, default=dense)
-
-
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3, 4))
-def send_back(y: Float[Array, "M D"], plan: Plan, axis: str, most: int, copies: int) -> Float[Array, "n D"]:
-    """The transpose of `send`: rows back to where they came from, those of a token added, in float32."""
-    ragged = partial(_return_ragged, axis=axis, most=most, copies=copies)
-    dense = partial(_return_dense, axis=axis, most=most)
-    return jax.lax.platform_dependent(y, plan, tpu=ragged, cuda=ragged, default=dense)
-
-
 send.defvjp(
-    lambda x, plan, *how: (send(x, plan, *how), plan),
-    lambda axis, most, copies, plan, g: (send_back(g, plan, axis, most, copies), None),
+    lambda x, plan, way: (send(x, plan, way), plan),
+    lambda way, plan, g: (send_back(g, plan, way), None),
 )
 send_back.defvjp(
-    lambda y, plan, *how: (send_back(y, plan, *how), plan),
-    lambda axis, most, copies, plan, g: (send(g, plan, axis, most, copies), None),
+    lambda y, plan, way: (send_back(y, plan, way), plan),
+    lambda way, plan, g: (send(g, plan, way), None),
 )

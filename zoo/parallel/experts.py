@@ -12,8 +12,11 @@ from zoo.config import ConfigError
 from zoo.kernels.glu import HiddenUnits
 from zoo.kernels.grouped_matmul import FFNParams
 from zoo.layers.moe.experts import Share, most_rows, some_experts, sorted_experts
-from zoo.parallel.exchange import make_plan, send, send_back, send_dense
+from zoo.parallel.exchange import Way, make_plan, send, send_back
 from zoo.parallel.rules import BATCH_AXES, batch_parts
+
+# What JAX calls the platforms that have `jax.lax.ragged_all_to_all`.
+RAGGED_PLATFORMS = ("tpu", "gpu")
 
 _PLACES = FFNParams(
     w_gate=PartitionSpec("expert", None, "tensor"),
@@ -64,7 +67,7 @@ class MeshExperts:
         def local(x: Array, indices: Array, weights: Array, params: FFNParams) -> Array:
             x, indices, weights = _differing((x, indices, weights), ("tensor",))
             params = _once(_differing(params, ("data", "fsdp")))
-            y = _exchanged(x, indices, weights, params, hidden, share, self.mesh.shape["expert"])
+            y = _exchanged(x, indices, weights, params, hidden, share, self.mesh)
             # Each part of the hidden units adds its share, in float32 whatever the dtype.
             return jax.lax.psum(y.astype(jnp.float32), "tensor").astype(y.dtype)
 
@@ -91,24 +94,24 @@ def _exchanged(
     params: FFNParams,
     hidden: HiddenUnits,
     share: Share | None,
-    n_parts: int,
+    mesh: Mesh,
 ) -> Array:
-    """`sorted_experts` on one device of `n_parts` along `expert`, with its own tokens and its own experts."""
+    """`sorted_experts` on one device of those along `expert`, with its own tokens and its own experts."""
     n_local, (n_tokens, top_k) = params.w_up.shape[0], indices.shape
+    n_parts = mesh.shape["expert"]
     if n_parts == 1:
         return sorted_experts(x, indices, weights, params, hidden, share)
-    wanted = jnp.any(indices[:, :, None] // n_local == jnp.arange(n_parts), axis=1)
-    n_rows, copies = most_rows(n_tokens, top_k, n_local, share), min(top_k, n_parts)
-    most = min(n_tokens, n_rows)
-    plan = make_plan(wanted, "expert", most)
-    rows = send(x, plan, "expert", most, copies)
-    # Small beside the rows, so whole. Experts count from 1 here, since where nothing came there are zeros.
+    n_rows = most_rows(n_tokens, top_k, n_local, share)
+    ragged = mesh.devices.flat[0].platform in RAGGED_PLATFORMS
+    way = Way("expert", min(n_tokens, n_rows), min(top_k, n_parts), ragged)
+    plan = make_plan(jnp.any(indices[:, :, None] // n_local == jnp.arange(n_parts), axis=1), way)
+    # Experts count from 1 on the way, since where nothing came there are zeros.
     choices = jnp.concatenate([weights.astype(jnp.float32), (indices + 1).astype(jnp.float32)], axis=1)
-    weights, indices = jnp.split(send_dense(choices, plan, "expert", most), 2, axis=1)
-    indices = indices.astype(jnp.int32) - 1
+    choices = send(choices, plan, way._replace(ragged=False))  # small, so whole regions
+    weights, indices = choices[:, :top_k], choices[:, top_k:].astype(jnp.int32) - 1
     first = jax.lax.axis_index("expert") * n_local
-    y = some_experts(rows, indices, weights, params, hidden, first, n_parts * n_rows)
-    return send_back(y, plan, "expert", most, copies)
+    y = some_experts(send(x, plan, way), indices, weights, params, hidden, first, n_parts * n_rows)
+    return send_back(y, plan, way)
 
 
 def _once(params: FFNParams) -> FFNParams:

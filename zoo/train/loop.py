@@ -17,6 +17,7 @@ from zoo.infer.generate import generate, room
 from zoo.parallel.distributed import agree, global_batch, initialize
 from zoo.rundir import Run, RunDir, replacing, writing
 from zoo.train.evaluate import evaluate
+from zoo.train.memory import keep_freed_memory
 from zoo.train.metrics import Events, MetricsFile, Recorder, Row, Screen, read_rows, status_line
 from zoo.train.parts import Parts, assemble, begun, introduce
 from zoo.train.pictures import draw_pictures
@@ -60,6 +61,7 @@ def train(experiment: Experiment) -> Result:
         TrainingError: train.max_bad_steps updates in a row were not finite, or the parameters are not.
     """
     initialize()
+    keep_freed_memory()
     parts = assemble(experiment)
     screen = Screen() if jax.process_index() == 0 else Screen(open(os.devnull, "w"))  # noqa: SIM115
     settings = parts.experiment.train
@@ -168,7 +170,7 @@ class Loop:
     def run(self, state: TrainState, step: int) -> Result:
         """Takes the steps from `step` on.
 
-        The numbers of a step are read while the next one runs, so that the devices never wait for the host.
+        The numbers of a step are read while the next one runs, so that accelerators never wait for the host.
         """
         with closing(self.parts.loader.iterate(step)) as batches:
             unread = None

@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, PyTree
+from jaxtyping import Array, Bool, Float, PyTree
 
 from zoo.config import OptimizerConfig
 from zoo.layers.logical import ParamSpec, is_spec
@@ -22,8 +22,11 @@ ITERATIONS = 5
 _FACTORED, _CLIP = optax.scale_by_factored_rms(), optax.clip_by_block_rms(1.0)
 
 
-def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.GradientTransformation:
+def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.GradientTransformationExtraArgs:
     """The update rule of a model, from its abstract tree of ParamSpec.
+
+    `update(gradients, state, parameters, good=True)`: where `good`, a bool of the devices, is false, the state that
+    comes back is the old one, bit for bit, and the update is to be left out.
 
     An update is `peak * (direction + weight_decay * parameter)`; a training step subtracts it times the
     schedule's factor (decoupled decay, arXiv 1711.05101). The direction is that of the rule by name; "muon" is
@@ -33,10 +36,10 @@ def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.Gradien
     """
     rule = jax.tree.map(lambda spec: _rule(config, spec), specs, is_leaf=is_spec)
     rules = {
-        "adamw": optax.scale_by_adam(config.beta1, config.beta2, config.eps),
-        "lion": optax.scale_by_lion(config.beta1, config.beta2),
-        "adafactor": _adafactor(specs),
-        "muon": _muon(config, specs),
+        "adamw": _adam(config.beta1, config.beta2, config.eps),
+        "lion": _guarded(optax.scale_by_lion(config.beta1, config.beta2)),
+        "adafactor": _guarded(_adafactor(specs)),
+        "muon": _guarded(_muon(config, specs)),
         "none": optax.set_to_zero(),
     }
     peaks = dict.fromkeys(rules, config.learning_rate) | {"muon": config.muon_learning_rate, "none": 0.0}
@@ -45,6 +48,47 @@ def make_optimizer(config: OptimizerConfig, specs: PyTree[Any]) -> optax.Gradien
         optax.add_decayed_weights(config.weight_decay, decay_mask(specs)),
         optax.stateless(lambda updates, _: jax.tree.map(lambda name, u: peaks[name] * u, rule, updates)),
     )
+
+
+def _guarded(rule: optax.GradientTransformation) -> optax.GradientTransformationExtraArgs:
+    """The rule with the state that `make_optimizer` asks for where an update is not good."""
+
+    def update(updates: Any, state: Any, params: Any = None, *, good: Any = True) -> tuple[Any, Any]:
+        updates, new = rule.update(updates, state, params)
+        return updates, keep(good, new, state)
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def _adam(beta1: float, beta2: float, eps: float) -> optax.GradientTransformationExtraArgs:
+    """Adam's direction, with optax's state; source: arXiv 1412.6980, algorithm 1.
+
+    The direction is made of the moments that are kept, behind a barrier: each array is then read once and written
+    in place. XLA would else copy the old moments and compute the new ones again with the parameters, which takes
+    twice as long on CPUs (benchmarks/NOTES.md).
+    """
+    rule = optax.scale_by_adam(beta1, beta2, eps)
+
+    def update(grads: Any, state: Any, params: Any = None, *, good: Any = True) -> tuple[Any, Any]:
+        del params
+        mean = optax.tree.update_moment(grads, state.mu, beta1, 1)
+        square = optax.tree.update_moment_per_elem_norm(grads, state.nu, beta2, 2)
+        count = optax.safe_increment(state.count)
+        count, mean, square = keep(good, (count, mean, square), tuple(state))
+        mean, square = jax.lax.optimization_barrier((mean, square))
+        directions = jax.tree.map(
+            lambda m, v: m / (jnp.sqrt(v) + eps),
+            optax.tree.bias_correction(mean, beta1, count),
+            optax.tree.bias_correction(square, beta2, count),
+        )
+        return directions, optax.ScaleByAdamState(count, mean, square)
+
+    return optax.GradientTransformationExtraArgs(rule.init, update)
+
+
+def keep(good: Bool[Array, ""] | bool, new: PyTree[Any], old: PyTree[Any]) -> PyTree[Any]:
+    """`new` where `good`, else `old`, bit for bit."""
+    return jax.tree.map(lambda a, b: jnp.where(good, a, b), new, old)
 
 
 def decay_mask(specs: PyTree[Any]) -> PyTree[bool]:

@@ -15,6 +15,7 @@ from zoo.layers.logical import ParamSpec, is_spec
 from zoo.layers.moe.balance import loss_weights, moved_bias
 from zoo.models.decoder import Decoder
 from zoo.objectives import Sums, auxiliary_loss, auxiliary_losses, moe_layers, row_losses, sums, total_loss
+from zoo.train.optimizer import keep
 from zoo.train.schedule import factor
 from zoo.train.state import Layout, TrainState, as_float32, step_key
 
@@ -23,7 +24,7 @@ Grads = PyTree[Any]
 
 
 def make_train_step(
-    model: Decoder, experiment: Experiment, optimizer: optax.GradientTransformation, layout: Layout
+    model: Decoder, experiment: Experiment, optimizer: optax.GradientTransformationExtraArgs, layout: Layout
 ) -> Callable[[TrainState, Batch], tuple[TrainState, Metrics]]:
     """`train_step(state, batch) -> (state, metrics)`; the state that goes in is used up (donated).
 
@@ -43,12 +44,13 @@ def make_train_step(
         grads, total = gradients(model, state.params, batch, key, train.micro_batches, layout)
         grads, norm = clip(grads, settings.clip_norm)
         metrics = measure(total, model) | {"train/grad_norm": norm}
-        good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"]) & finite(grads)
+        good = jnp.isfinite(norm) & jnp.isfinite(metrics["train/loss"])  # a norm is finite where every gradient is
         rate = schedule(state.step)
-        moved = updated(state, grads, optimizer, rate)
-        moved = moved._replace(params=balanced(moved.params, total.routing, model.config.moe))
-        moved = moved._replace(ema=mean_of(state.ema, moved.params, settings.ema_decay, specs))
-        state = select(good, moved, skipped(state))
+        params, opt_state = updated(state, grads, optimizer, rate, good)
+        params = balanced(params, total.routing, model.config.moe)
+        ema = mean_of(state.ema, params, settings.ema_decay, specs)
+        params, ema = keep(good, (params, ema), (state.params, state.ema))
+        state = counted(state, good)._replace(params=params, opt_state=opt_state, ema=ema)
         counters = {"skipped": state.skipped, "skipped_in_a_row": state.skipped_in_a_row}
         return state, metrics | counters | {name: rate * peak for name, peak in peaks.items()}
 
@@ -57,13 +59,19 @@ def make_train_step(
 
 
 def updated(
-    state: TrainState, grads: Grads, optimizer: optax.GradientTransformation, rate: Float[Array, ""]
-) -> TrainState:
-    """The state after an update at `rate` times the peak learning rate."""
+    state: TrainState,
+    grads: Grads,
+    optimizer: optax.GradientTransformationExtraArgs,
+    rate: Float[Array, ""],
+    good: Bool[Array, ""],
+) -> tuple[PyTree[Any], PyTree[Any]]:
+    """The parameters after an update at `rate` times the peak learning rate, and the optimizer's state.
+
+    The state is the old one where the update is not `good`, the parameters are then of no use.
+    """
     params = as_float32(state.params)
-    updates, opt_state = optimizer.update(grads, state.opt_state, params)
-    params = jax.tree.map(lambda old, p, u: (p - rate * u).astype(old.dtype), state.params, params, updates)
-    return TrainState(state.step + 1, params, opt_state, state.skipped, jnp.zeros_like(state.skipped), state.ema)
+    updates, opt_state = optimizer.update(grads, state.opt_state, params, good=good)
+    return jax.tree.map(lambda old, p, u: (p - rate * u).astype(old.dtype), state.params, params, updates), opt_state
 
 
 def mean_of(ema: PyTree[Any] | None, params: PyTree[Any], decay: float | None, specs: PyTree[Any]) -> PyTree[Any]:
@@ -101,19 +109,11 @@ def balanced(params: PyTree[Any], routing: Any, moe: Mixture | None) -> PyTree[A
     return jax.tree_util.tree_map_with_path(move, params)
 
 
-def skipped(state: TrainState) -> TrainState:
-    """The state after a step whose update was left out."""
-    return state._replace(step=state.step + 1, skipped=state.skipped + 1, skipped_in_a_row=state.skipped_in_a_row + 1)
-
-
-def select(condition: Bool[Array, ""], yes: TrainState, no: TrainState) -> TrainState:
-    """`yes` where `condition`, else `no`, bit for bit."""
-    return jax.tree.map(lambda a, b: jnp.where(condition, a, b), yes, no)
-
-
-def finite(grads: Grads) -> Bool[Array, ""]:
-    """Whether no gradient holds an infinity or a NaN."""
-    return jnp.stack([jnp.isfinite(g).all() for g in jax.tree.leaves(grads)]).all()
+def counted(state: TrainState, good: Bool[Array, ""]) -> TrainState:
+    """The state with its counters after a step, whose update was left out where it was not `good`."""
+    bad = 1 - good.astype(state.skipped.dtype)
+    in_a_row = jnp.where(good, 0, state.skipped_in_a_row + 1)
+    return state._replace(step=state.step + 1, skipped=state.skipped + bad, skipped_in_a_row=in_a_row)
 
 
 def clip(grads: Grads, limit: float | None) -> tuple[Grads, Float[Array, ""]]:

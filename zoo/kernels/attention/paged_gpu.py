@@ -14,7 +14,7 @@ from jaxtyping import Array, Float
 from zoo.kernels.attention import triton
 from zoo.kernels.attention.problem import LOWEST, PagedOperands, Settings
 from zoo.kernels.attention.tables import GpuBlocks, GpuSizes, gpu_blocks, too_large
-from zoo.kernels.attention.triton import LOG2E, columns_of, dot, padded_width
+from zoo.kernels.attention.triton import columns_of, dot, padded_width
 from zoo.kernels.target import Target, target
 
 # Programs that keep an H200's 132 multiprocessors busy; unmeasured.
@@ -77,6 +77,7 @@ def _kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> None:
     (h, d), (n, size) = plan.widths, plan.blocks[:2]
     at = refs["lengths"][pl.program_id(2)] - 1
     q = triton.load(refs["q"], 0, n, 0, h)
+    unit = triton.unit_of(refs["k"].dtype)
     slopes = refs["slopes"][...][:, None] if "slopes" in refs else None
 
     def step(block: Any, carry: Any) -> Any:
@@ -87,11 +88,11 @@ def _kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         lines = page * plan.page + jax.lax.rem(slots, plan.page)
         k, v = (_gather(refs[x], lines, real, w) for x, w in (("k", h), ("v", d)))
         distance = (at - slots)[None, :]
-        scores = triton.log2_scores(triton.sum_of_dots(q, k, (1, 1)), distance, slopes, None, plan.settings)
+        scores = triton.scaled_scores(triton.sum_of_dots(q, k, (1, 1)), distance, slopes, None, plan.settings, unit)
         seen = (real & plan.settings.mask.allows(at, slots))[None, :]
         new = jnp.maximum(top, jnp.where(seen, scores, LOWEST).max(1))
-        weights = jnp.where(seen, jnp.exp2(scores - new[:, None]), 0.0)
-        fade = jnp.exp2(top - new)
+        weights = jnp.where(seen, triton.power(scores - new[:, None], unit), 0.0)
+        fade = triton.power(top - new, unit)
         total = total * fade + weights.sum(1)
         weights = weights.astype(v[0].dtype)
         return new, total, [a * fade[:, None] + dot(weights, part, (1, 0)) for a, part in zip(acc, v, strict=True)]
@@ -101,7 +102,7 @@ def _kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> None:
     top, total, acc = jax.lax.fori_loop(*_span(plan, at), step, start)
     safe = jnp.where(total > 0, total, 1.0)
     triton.store(outs["out"], 0, [a / safe[:, None] for a in acc], d)
-    outs["lse"][...] = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+    outs["lse"][...] = jnp.where(total > 0, top / unit + jnp.log(safe), -jnp.inf)
 
 
 def _span(plan: Plan, at: Any) -> tuple[Any, Any]:

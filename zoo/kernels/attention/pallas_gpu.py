@@ -28,7 +28,7 @@ from zoo.kernels.attention.problem import (
     visible,
 )
 from zoo.kernels.attention.tables import GpuBlocks, GpuSizes, gpu_blocks, too_large
-from zoo.kernels.attention.triton import LOG2E, columns_of, dot, padded_width
+from zoo.kernels.attention.triton import columns_of, dot, padded_width
 from zoo.kernels.block_map import Lists
 from zoo.kernels.target import Target, target
 
@@ -41,16 +41,18 @@ class Plan(NamedTuple):
         settings: of the problem.
         widths: h and d, of keys and of values.
         heads: query heads that it visits.
+        unit: of its scores.
     """
 
     blocks: GpuBlocks
     settings: Settings
     widths: tuple[int, int]
     heads: int
+    unit: float
 
 
 class Tile(NamedTuple):
-    """Scores of a block in units of log 2, which of them count (None for all), factors of dropout, and distances."""
+    """Scores of a block in the kernel's unit, which of them count (None for all), factors of dropout, and distances."""
 
     scores: Array
     seen: Any
@@ -104,9 +106,9 @@ def backward(
     d_lse: Float[Array, "B H T"],
 ) -> Gradients:
     """As `dense.backward`, but for a bias."""
-    # A row that sees nothing has no weights, whatever its scores are: exp2(score - inf) is 0.
+    # A row that sees nothing has no weights, whatever its scores are: exp(score - inf) is 0.
     rows = {
-        "lse": jnp.where(lse > -jnp.inf, lse * LOG2E, jnp.inf),
+        "lse": jnp.where(lse > -jnp.inf, lse * triton.unit_of(operands.q.dtype), jnp.inf),
         "delta": row_delta(out, d_out, d_lse),
         "d_out": d_out.astype(operands.v.dtype),
     }
@@ -159,8 +161,8 @@ def _forward_kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> N
         k, v = (triton.load(refs[x], column, plan.blocks.kv, 0, w) for x, w in (("k", h), ("v", d)))
         tile = _tile(plan, refs, triton.sum_of_dots(q, k, (1, 1)), row, column, masked)
         new = jnp.maximum(top, _masked(tile.scores, tile, LOWEST).max(1))
-        weights = _masked(jnp.exp2(tile.scores - new[:, None]), tile, 0.0)
-        fade = jnp.exp2(top - new)
+        weights = _masked(triton.power(tile.scores - new[:, None], plan.unit), tile, 0.0)
+        fade = triton.power(top - new, plan.unit)
         total = total * fade + weights.sum(1)
         weights = weights if tile.keep is None else weights * tile.keep
         weights = weights.astype(v[0].dtype)
@@ -170,7 +172,7 @@ def _forward_kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> N
     top, total, acc = _over_list(step, refs, start)
     safe = jnp.where(total > 0, total, 1.0)
     triton.store(outs["out"], row, [a / safe[:, None] for a in acc], d)
-    lse = jnp.where(total > 0, (top + jnp.log2(safe)) / LOG2E, -jnp.inf)
+    lse = jnp.where(total > 0, top / plan.unit + jnp.log(safe), -jnp.inf)
     outs["lse"][0, pl.ds(row, n)] = lse
 
 
@@ -187,7 +189,7 @@ def _dq_kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         k, v = (triton.load(refs[x], column, plan.blocks.kv, 0, w) for x, w in (("k", h), ("v", d)))
         products = triton.sum_of_dots(q, k, (1, 1))
         tile = _tile(plan, refs, products, row, column, masked)
-        weights = _masked(jnp.exp2(tile.scores - lse), tile, 0.0)
+        weights = _masked(triton.power(tile.scores - lse, plan.unit), tile, 0.0)
         d_weights = triton.sum_of_dots(d_out, v, (1, 1))
         d_weights = d_weights if tile.keep is None else d_weights * tile.keep
         d_scores = weights * (d_weights - delta)
@@ -218,7 +220,7 @@ def _dkv_kernel(plan: Plan, refs: dict[str, Any], outs: dict[str, Any]) -> None:
         lse, delta = (refs[x][head, pl.ds(row, m)][None, :] for x in ("lse", "delta"))
         products = triton.sum_of_dots(k, q, (1, 1))
         tile = _tile(plan, refs, products, row, column, masked, head, by_key=True)
-        weights = _masked(jnp.exp2(tile.scores - lse), tile, 0.0)
+        weights = _masked(triton.power(tile.scores - lse, plan.unit), tile, 0.0)
         d_weights = triton.sum_of_dots(v, d_out, (1, 1))
         used = weights
         if tile.keep is not None:
@@ -257,7 +259,7 @@ def _tile(
         keep = kept(refs["seeds"][0, head], of_queries(rows), of_keys(columns), settings.dropout_rate)
     if "bias" in refs:
         bias = _bias(refs["bias"], queries, keys)
-    return Tile(triton.log2_scores(products, distance, slope, bias, settings), seen, keep, distance)
+    return Tile(triton.scaled_scores(products, distance, slope, bias, settings, plan.unit), seen, keep, distance)
 
 
 def _bias(ref: Any, queries: Any, keys: Any) -> Array:
@@ -369,7 +371,7 @@ def _spec(name: str, shape: tuple[int, ...], plan: Plan, readers: int, n_blocks:
 
 def _plan(operands: Operands, settings: Settings, kernel: str) -> Plan:
     blocks = _blocks(target(), operands, settings, kernel)
-    return Plan(blocks, settings, (operands.q.shape[-1], operands.v.shape[-1]), 1)
+    return Plan(blocks, settings, (operands.q.shape[-1], operands.v.shape[-1]), 1, triton.unit_of(operands.q.dtype))
 
 
 def _padded(operands: Operands, blocks: GpuBlocks) -> Operands:

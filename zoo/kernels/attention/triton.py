@@ -87,11 +87,24 @@ def sum_of_dots(a: list[Array], b: list[Array], contract: tuple[int, int]) -> Fl
     return total
 
 
-def log2_scores(products: Array, distance: Any, slope: Any, bias: Any, settings: Settings) -> Array:
-    """The scores in units of log 2, for exp2; one product where they need nothing but their scale."""
+def unit_of(dtype: Any) -> float:
+    """What kernels multiply scores by: log2(e), folded into their scale, for exp2 to come; 1 in float32.
+
+    A score of 100 loses float32's last digits by it, which two bytes do not have.
+    """
+    return 1.0 if dtype == jnp.float32 else LOG2E
+
+
+def scaled_scores(products: Array, distance: Any, slope: Any, bias: Any, settings: Settings, unit: float) -> Array:
+    """The scores times a unit; one product where they need nothing but their scale."""
     if settings.softcap is None and slope is None and bias is None:
-        return products * (settings.scale * LOG2E)
-    return scores_of(products, distance, slope, bias, settings) * LOG2E
+        return products * (settings.scale * unit)
+    return scores_of(products, distance, slope, bias, settings) * unit
+
+
+def power(x: Array, unit: float) -> Array:
+    """e to x / unit."""
+    return jnp.exp2(x if unit == LOG2E else x * (LOG2E / unit))
 
 
 def missing(dtypes: tuple[Any, ...], device: Target) -> str | None:
