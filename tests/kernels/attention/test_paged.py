@@ -11,7 +11,11 @@ from zoo.kernels.masks import Causal
 from zoo.kernels.target import interpreting
 
 # Where each backend is tried, and how near to the plain form it has to come.
-BACKENDS = {"gathered": ("cpu", "cpu"), "paged_gpu": ("gpu", "NVIDIA H200")}
+BACKENDS = {
+    "gathered": ("cpu", "cpu"),
+    "paged_gpu": ("gpu", "NVIDIA H200"),
+    "paged_tpu": ("tpu", "TPU v5 lite"),
+}
 LENGTHS = np.array([0, 1, 13, 70])
 
 

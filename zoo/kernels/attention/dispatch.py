@@ -47,9 +47,10 @@ BACKENDS = {
     "pallas_gpu": Backend(pallas_gpu.forward, pallas_gpu.backward, pallas_gpu.refuses, partial=True),
     "pallas_tpu": Backend(pallas_tpu.forward, pallas_tpu.backward, pallas_tpu.refuses, partial=True),
     "cudnn": Backend(adapters.cudnn_forward, adapters.cudnn_backward, adapters.cudnn_refuses, partial=False),
+    "splash": Backend(adapters.splash_forward, adapters.splash_backward, adapters.splash_refuses, partial=False),
 }
 # What `auto` asks, in this order.
-ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "chunked")}
+ORDER = {"cpu": ("chunked",), "gpu": ("pallas_gpu", "chunked"), "tpu": ("pallas_tpu", "splash", "chunked")}
 # Up to so many scores of a head, their plain form is the fastest everywhere.
 FEW_SCORES = 128 * 128
 

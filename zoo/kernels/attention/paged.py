@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from zoo.kernels.attention import dense, paged_gpu
+from zoo.kernels.attention import dense, paged_gpu, paged_tpu
 from zoo.kernels.attention.problem import Operands, PagedOperands, Settings
 from zoo.kernels.block_map import Places
 from zoo.kernels.masks import Causal
@@ -96,9 +96,10 @@ def _anything(operands: PagedOperands, settings: Settings, device: Target) -> No
 BACKENDS = {
     "gathered": PagedBackend(gathered, _anything),
     "paged_gpu": PagedBackend(paged_gpu.decode, paged_gpu.refuses),
+    "paged_tpu": PagedBackend(paged_tpu.decode, paged_tpu.refuses),
 }
 # What `auto` asks, in this order; "gathered" comes last everywhere.
-ORDER: dict[str, tuple[str, ...]] = {"gpu": ("paged_gpu",)}
+ORDER: dict[str, tuple[str, ...]] = {"gpu": ("paged_gpu",), "tpu": ("paged_tpu",)}
 
 
 def _choose(name: str, operands: PagedOperands, settings: Settings) -> str:

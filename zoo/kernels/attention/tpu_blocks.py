@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from zoo.kernels.attention.problem import Operands, Settings
+from zoo.kernels.attention.problem import Operands, PagedOperands, Settings
 
 # Lengths of blocks are multiples of the lanes of a register, since rows of log sums lie along them.
 LANES = 128
@@ -129,3 +129,42 @@ def _even(length: int, most: int) -> int:
 
 def _halved(blocks: TpuBlocks, names: tuple[str, ...]) -> TpuBlocks:
     return blocks._replace(**{name: max(LANES, getattr(blocks, name) // 2) for name in names})
+
+
+class TpuPages(NamedTuple):
+    """How decoding goes through pages.
+
+    Attributes:
+        at_once: pages of a step.
+        vmem_limit: bytes of VMEM to ask for.
+        too_large: why a chip cannot hold them, or None.
+    """
+
+    at_once: int
+    vmem_limit: int
+    too_large: str | None
+
+
+# Slots of the cache that a step of decoding fetches, and pages; unmeasured.
+_SLOTS, _PAGES = 512, 16
+
+
+def pages_at_once(kind: str, operands: PagedOperands) -> TpuPages:
+    """As many pages as make a long transfer and fit."""
+    page, n = operands.k_pages.shape[1], operands.page_table.shape[1]
+    has = _CHIPS[kind].vmem * _SHARE
+    for at_once in range(min(n, _PAGES, max(1, _SLOTS // page)), 0, -1):
+        needs = _decode_mb(operands, at_once)
+        if needs <= has:
+            return TpuPages(at_once, int(max(_DEFAULT_MB, needs) * MB), None)
+    reason = f"pages of {page} slots take {needs:.0f} MB, and a kernel may have {has:.0f} MB of the VMEM of a {kind}"
+    return TpuPages(1, int(has * MB), f"{reason}; make pages smaller")
+
+
+def _decode_mb(operands: PagedOperands, at_once: int) -> float:
+    """The memory of pages, each twice since the next one is fetched, of sums, and of scores."""
+    (_, H, h), (_, page, K, d) = operands.q.shape, operands.v_pages.shape
+    h, d = (-(-n // LANES) * LANES for n in (h, d))
+    lines = -(-page * K // LANES) * LANES
+    moved = 2 * (at_once * lines + H) * (h + d) * operands.q.dtype.itemsize
+    return (moved + H * (d + 4 * LANES) * 4 + at_once * (3 * H * lines * 4 + lines * d * 4)) / MB
