@@ -15,7 +15,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from timing import Peer, interleaved, record, table, timed, write_json
+from timing import Peer, interleaved, row, table, timed, write_json
 
 from zoo.kernels.attention import attention
 from zoo.kernels.masks import Causal, big_bird, dense, head_masks, longformer
@@ -99,10 +99,10 @@ def measure(case, gradients, options, folder):
     """A row of the table."""
     own, peers, temp = peers_of(case, gradients, options, folder)
     medians = interleaved({"ours": own} | peers, options.rounds)
-    for peer in peers.values():
-        if isinstance(peer, Peer):
-            peer.close()
-    return record(f"{case}{', gradients' if gradients else ''}", medians) | {"temp_mb": temp / 1e6}
+    if "torch" in peers:
+        peers["torch"].close()
+    name = f"{case}{', gradients' if gradients else ''}"
+    return row(name, medians.pop("ours"), medians) | {"temp_mb": temp / 1e6}
 
 
 def against_dense(options):
@@ -122,8 +122,8 @@ def against_dense(options):
         causal = medians["causal 8192"] / shares["causal 8192"]
         for case, seconds in medians.items():
             name = f"{case}{', gradients' if gradients else ''}"
-            row = {"case": name, "ours_ms": seconds * 1e3, "live_share": float(shares[case])}
-            rows.append(row | {"of_dense_share": seconds / (causal * shares[case]), "temp_mb": temps[case] / 1e6})
+            found = {"case": name, "ours_ms": seconds * 1e3, "live_share": float(shares[case])}
+            rows.append(found | {"of_dense_share": seconds / (causal * shares[case]), "temp_mb": temps[case] / 1e6})
     return rows
 
 
@@ -138,10 +138,9 @@ def main():
     print(table(rows))
     sparse = against_dense(options)
     print(f"\n{'against the causal mask':44}{'ours':>12}{'live':>8}{'time / (live x dense)':>24}{'temp':>10}")
-    for row in sparse:
-        times = f"{row['ours_ms']:9.1f} ms{row['live_share']:8.3f}{row['of_dense_share']:24.2f}"
-        numbers = f"{times}{row['temp_mb']:7.0f} MB"
-        print(f"{row['case']:44}{numbers}")
+    for found in sparse:
+        times = f"{found['ours_ms']:9.1f} ms{found['live_share']:8.3f}{found['of_dense_share']:24.2f}"
+        print(f"{found['case']:44}{times}{found['temp_mb']:7.0f} MB")
     if options.json:
         write_json(options.json, rows + sparse)
 

@@ -26,7 +26,7 @@ def main():
         return time.perf_counter() - start
 
     step()
-    print("ready", flush=True)
+    print(json.dumps({"torch": torch.__version__}), flush=True)
     for _ in sys.stdin:
         print(step(), flush=True)
 
