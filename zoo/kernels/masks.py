@@ -241,7 +241,7 @@ class RandomBlocks(Mask):
     """Every row of blocks sees `count` blocks at random among its own and the earlier ones (arXiv 2007.14062).
 
     Drawn without repetition, as a pure function of seed, layer, head and row: never of data, nor of the length.
-    A row with no more than `count` blocks to choose from sees them all.
+    A row with no more than `count` blocks to choose from sees them all; of more than 65,536, the first are drawn from.
 
     Attributes:
         size: positions of a block.
@@ -275,8 +275,9 @@ class RandomBlocks(Mask):
         taken: list[Any] = []
         for j in range(self.count):
             last = row + 1 - self.count + j  # among the blocks 0 to `last` the j-th is drawn
-            block = self._draw(row, j) % _unsigned(last * (last > 0) + 1)
-            block = _signed(block)
+            # 16 bits of the draw as a share of the blocks: a TPU has no division, and compiles one into many steps.
+            share = (self._draw(row, j) >> np.uint32(16)) * _unsigned(last * (last > 0) + 1)
+            block = _signed(share >> np.uint32(16))
             again = reduce(operator.or_, (block == other for other in taken), block < 0)
             block = block * ~again + last * again
             taken.append(block)
