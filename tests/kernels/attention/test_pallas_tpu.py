@@ -94,6 +94,30 @@ def test_padding_of_nan_and_what_is_behind_the_length_reach_nothing():
         np.testing.assert_array_equal(a, b)
 
 
+def test_every_row_of_the_batch_follows_its_own_list():
+    case = problem(300, 300, (2, 1), (16, 16), Full(), B=3, lengths=jnp.array([0, 300, 131]))
+    with interpreting(*TPU):
+        assert_as_exact_as_dense(case, jnp.float32, blocks=(128, 128), **ALL)
+
+
+def test_it_runs_beside_numbers_of_64_bits():
+    case = problem(140, 200, (2, 1), (16, 16), Causal(), q_offset=60, slopes=True)
+    arrays = [jnp.asarray(case.arrays[name], jnp.float32) for name in (*"qkv", "alibi_slopes")]
+
+    def grads(*arrays):
+        f = lambda q, k, v, slopes: attention(q, k, v, mask=Causal(), q_offset=60, alibi_slopes=slopes, **ALL)  # noqa: E731
+        out, pull = jax.vjp(f, *arrays)
+        return out, *pull(jnp.cos(out))
+
+    with interpreting(*TPU):
+        narrow = jax.jit(lambda *arrays: grads(*arrays))(*arrays)
+        with jax.enable_x64(True):
+            wide = jax.jit(lambda *arrays: grads(*arrays))(*arrays)
+    for a, b in zip(wide, narrow, strict=True):
+        assert a.dtype == b.dtype
+        np.testing.assert_allclose(a, b, atol=1e-4)
+
+
 def test_positions_with_gaps_are_the_formula():
     rng = np.random.default_rng(1)
     at = jnp.asarray(np.sort(rng.integers(0, 300, (2, 200)), 1), jnp.int32)

@@ -124,7 +124,8 @@ def call(
         outs: its results; blocks of their own side.
     """
     places = operands.places
-    scalars = {"index": lists.index, "full": lists.full, "live": lists.live, "slopes": operands.slopes}
+    scalars = {"index": lists.index, "full": lists.full, "live": lists.live}
+    scalars["slopes"] = None if operands.slopes is None else operands.slopes.astype(jnp.float32)
     scalars["seeds"] = None if operands.seeds is None else jax.lax.bitcast_convert_type(operands.seeds, jnp.int32)
     scalars = {name: jnp.asarray(x).reshape(-1) for name, x in scalars.items() if x is not None}
     arrays = {"q": operands.q, "k": operands.k, "v": operands.v, "bias": operands.bias} | rows
@@ -153,7 +154,8 @@ def call(
     found = pl.pallas_call(
         run, out_shape=outs, grid_spec=spec, compiler_params=params, interpret=target().interpret, name=name
     )
-    return found(scalars, arrays)
+    with jax.enable_x64(False):  # Mosaic has no numbers of 64 bits, not even as indices
+        return found(scalars, arrays)
 
 
 def _spec(plan: Plan, name: str, x: Any) -> pl.BlockSpec:

@@ -73,7 +73,7 @@ def decode(operands: PagedOperands, settings: Settings) -> tuple[Float[Array, "B
     if operands.slopes is not None:
         specs["slopes"] = pl.BlockSpec((H, LANES), lambda b, step, table, lengths: (0, 0))
         arrays["slopes"] = jnp.broadcast_to(operands.slopes[:, None], (H, LANES))
-    out, lse = pl.pallas_call(
+    run = pl.pallas_call(
         partial(_kernel, plan),
         out_shape=[
             jax.ShapeDtypeStruct((B, H, d), operands.v_pages.dtype),
@@ -91,7 +91,9 @@ def decode(operands: PagedOperands, settings: Settings) -> tuple[Float[Array, "B
         ),
         interpret=target().interpret,
         name="paged_decode",
-    )(operands.page_table.reshape(-1), operands.lengths, arrays)
+    )
+    with jax.enable_x64(False):  # Mosaic has no numbers of 64 bits, not even as indices
+        out, lse = run(operands.page_table.reshape(-1), operands.lengths, arrays)
     return out, lse[..., 0]
 
 
