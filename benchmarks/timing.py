@@ -33,21 +33,29 @@ def timed(run: Run) -> Callable[[], float]:
     return measured
 
 
-def table(rows: list[dict], columns: list[str]) -> str:
-    """Rows of {"case": name, column: milliseconds} as text, with the ratio of each column to the first."""
-    lines = [f"{'case':24}" + "".join(f"{name:>22}" for name in columns)]
+def row(case: str, ours: float, peers: dict[str, float]) -> dict:
+    """A row of a result, {"case", "ours_ms", "peers_ms"}, from seconds."""
+    return {"case": case, "ours_ms": ours * 1e3, "peers_ms": {name: peer * 1e3 for name, peer in peers.items()}}
+
+
+def table(rows: list[dict]) -> str:
+    """Rows as text: ours, then every peer with the ratio of its time to ours. Above 1 ours is faster."""
+    names = list(dict.fromkeys(name for row in rows for name in row["peers_ms"]))
+    lines = [f"{'case':26}{'ours':>12}" + "".join(f"{name:>26}" for name in names)]
     for row in rows:
-        cells = [f"{row[name]:9.1f} ms ({row[name] / row[columns[0]]:5.2f}x)" for name in columns if name in row]
-        lines.append(f"{row['case']:24}" + "".join(f"{cell:>22}" for cell in cells))
+        peers, ours = row["peers_ms"], row["ours_ms"]
+        cells = [f"{peers[name]:.1f} ms ({peers[name] / ours:.2f}x)" if name in peers else "-" for name in names]
+        lines.append(f"{row['case']:26}{ours:9.1f} ms" + "".join(f"{cell:>26}" for cell in cells))
     return "\n".join(lines)
 
 
-def write_json(path: str, rows: list[dict]) -> None:
-    """The rows with the machine, the versions and the date."""
+def write_json(path: str, rows: list[dict], peers: dict[str, str] | None = None) -> None:
+    """The rows with the machine, the versions, also of the peers, and the date."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")}
     record = {
         "date": datetime.date.today().isoformat(),
         "machine": {"processor": _processor(), "cores": os.cpu_count(), "system": platform.platform()},
-        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "numpy")},
+        "versions": versions | (peers or {}),
         "rows": rows,
     }
     with open(path, "w") as file:

@@ -1,10 +1,15 @@
-"""The peer of train_step.py: reads a model as a line of JSON, then takes a step per line and prints its seconds."""
+"""The peer of train_step.py: reads a model as a line of JSON, then takes a step per line and prints its seconds.
+
+Its first answer is a line of JSON with its versions, or with the error that keeps it from running.
+"""
 
 import json
 import sys
 import time
+from contextlib import nullcontext
 
 import torch
+import transformers
 from transformers import LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 
@@ -28,23 +33,36 @@ def build(settings):
     return MixtralForCausalLM(MixtralConfig(**shared, **experts, router_aux_loss_coef=0.005))
 
 
-def main():
-    settings = json.loads(sys.stdin.readline())
+def stepper(settings):
+    """A function that takes one step and returns its seconds."""
     torch.manual_seed(0)
     model = build(settings)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
     tokens = torch.randint(0, settings["vocab_size"], (settings["rows"], settings["context_length"]))
+    run = torch.compile(model) if settings["compiled"] else model
+    precision = torch.autocast("cpu", torch.bfloat16) if settings["bfloat16"] else nullcontext()
 
     def step():
         start = time.perf_counter()
         optimizer.zero_grad()
-        model(input_ids=tokens, labels=tokens).loss.backward()
+        with precision:
+            loss = run(input_ids=tokens, labels=tokens).loss
+        loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         return time.perf_counter() - start
 
-    step()
-    print("ready", flush=True)
+    return step
+
+
+def main():
+    step = stepper(json.loads(sys.stdin.readline()))
+    try:
+        step()
+    except Exception as error:  # whatever keeps a compiler from its work, the others can still be measured
+        print(json.dumps({"error": f"{type(error).__name__}: {error}".splitlines()[0]}), flush=True)
+        return
+    print(json.dumps({"torch": torch.__version__, "transformers": transformers.__version__}), flush=True)
     for _ in sys.stdin:
         print(step(), flush=True)
 

@@ -1,23 +1,27 @@
 """How long does a training step take, next to the same model in torch and transformers?
 
-    python benchmarks/train_step.py [--peer-python PATH] [--rounds N] [--json FILE]
+    python benchmarks/train_step.py [--peer-python PATH] [--rounds N] [--only WORD ...] [--json FILE]
 
-Forward, backward, clipping and AdamW in float32 on random tokens. PATH is an interpreter that has torch and
-transformers; both programs stay in memory and step in turns.
+Forward, backward, clipping and AdamW on random tokens, parameters in float32 and products in float32 or bfloat16.
+PATH is an interpreter that has torch and transformers: Llama and Mixtral, in float32 and under bfloat16 autocast,
+eager and compiled, which takes a C++ compiler. All programs stay in memory and step in turns.
 """
 
 import argparse
+import dataclasses
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from timing import interleaved, table, timed, write_json
+from timing import interleaved, row, table, timed, write_json
 
 from zoo import Experiment, MeshConfig, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig, build
 from zoo.data.loader import Batch
 from zoo.parallel.mesh import make_mesh
+from zoo.train.memory import keep_freed_memory
 from zoo.train.optimizer import make_optimizer
 from zoo.train.state import fresh_state, make_layout
 from zoo.train.step import make_train_step
@@ -31,21 +35,27 @@ CASES = {
     "6 layers, sparse": (ModelConfig(**BASE, moe=SparseConfig(d_ff=512), unroll=True), 8),
     "6 layers, dense": (ModelConfig(**BASE, d_ff=1024, unroll=True), 8),
 }
+PRECISIONS = ("float32", "bfloat16")
 
 
-def ours(config, rows):
-    """A function that takes one step and waits for it."""
+def compiled(config, rows):
+    """The compiled step of a model, its first state and a batch of random tokens, on one device."""
     optimizer_config = OptimizerConfig(warmup_steps=1)
     experiment = Experiment("benchmark", config, optimizer=optimizer_config, train=TrainConfig(batch_size=rows))
     model = build(config)
     specs = model.abstract_params()
     optimizer = make_optimizer(optimizer_config, specs)
     layout = make_layout(specs, optimizer, make_mesh(MeshConfig(), jax.devices()[:1]), 1)
-    step = make_train_step(model, experiment, optimizer, layout)
-    state = [fresh_state(model, optimizer, layout, 0)]
+    state = fresh_state(model, optimizer, layout, 0)
     tokens = jax.random.randint(jax.random.key(0), (rows, config.context_length), 0, config.vocab_size, jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     batch = Batch(tokens, jnp.roll(tokens, -1, 1), positions, jnp.ones_like(tokens))
+    return make_train_step(model, experiment, optimizer, layout).lower(state, batch).compile(), state, batch
+
+
+def stepping(step, state, batch):
+    """A function that takes one step, waits for it and returns its seconds."""
+    state = [state]
 
     def run():
         state[0], metrics = step(state[0], batch)
@@ -54,15 +64,21 @@ def ours(config, rows):
     return timed(run)
 
 
+def ours(config, rows):
+    """`stepping` of a model."""
+    return stepping(*compiled(config, rows))
+
+
 class Peer:
     """The same model in another interpreter, which steps when it is told to and answers with its seconds."""
 
-    def __init__(self, python, config, rows):
+    def __init__(self, python, config, rows, precision, is_compiled):
         program = Path(__file__).with_name("torch_step.py")
         self.process = subprocess.Popen([python, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         moe = config.moe and {"n_experts": config.moe.n_experts, "top_k": config.moe.top_k, "d_ff": config.moe.d_ff}
         names = ("vocab_size", "context_length", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")
-        self._ask(json.dumps({name: getattr(config, name) for name in names} | {"moe": moe, "rows": rows}))
+        variant = {"moe": moe, "rows": rows, "bfloat16": precision == "bfloat16", "compiled": is_compiled}
+        self.versions = json.loads(self._ask(json.dumps({name: getattr(config, name) for name in names} | variant)))
 
     def _ask(self, line):
         self.process.stdin.write(line + "\n")
@@ -77,22 +93,52 @@ class Peer:
         self.process.wait()
 
 
+def peers_of(python, config, rows):
+    """name: peer, of those that run."""
+    found = {}
+    for precision in PRECISIONS:
+        for how in ("eager", "compiled"):
+            peer = Peer(python, config, rows, precision, how == "compiled")
+            if "error" in peer.versions:
+                print(f"torch {precision} {how}: {peer.versions['error']}", file=sys.stderr)
+                peer.close()
+            else:
+                found[f"torch {precision} {how}"] = peer
+    return found
+
+
+def run_case(name, python, rounds):
+    """The rows of a case, one for each precision of ours with the same peers; and the versions of the peers."""
+    config, batch_rows = CASES[name]
+    own = {p: ours(dataclasses.replace(config, compute_dtype=p), batch_rows) for p in PRECISIONS}
+    peers = peers_of(python, config, batch_rows) if python else {}
+    medians = interleaved(own | peers, rounds)
+    versions = {}
+    for peer in peers.values():
+        versions = peer.versions
+        peer.close()
+    others = {peer: medians[peer] for peer in peers}
+    return [
+        row(f"{name}, {p}", medians[p], {f"ours {q}": medians[q] for q in own if q != p} | others) for p in own
+    ], versions
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peer-python", metavar="PATH", help="an interpreter with torch and transformers")
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--only", nargs="*", default=[""], help="cases whose name contains one of these words")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
-    rows = []
-    for name, (config, batch_rows) in CASES.items():
-        peers = {"torch": Peer(options.peer_python, config, batch_rows)} if options.peer_python else {}
-        medians = interleaved({"zoo": ours(config, batch_rows)} | peers, options.rounds)
-        rows.append({"case": name} | {column: seconds * 1e3 for column, seconds in medians.items()})
-        for peer in peers.values():
-            peer.close()
-    print(table(rows, list(medians)))
+    keep_freed_memory()
+    rows, versions = [], {}
+    for name in CASES:
+        if any(word in name for word in options.only):
+            new, versions = run_case(name, options.peer_python, options.rounds)
+            rows += new
+    print(table(rows))
     if options.json:
-        write_json(options.json, rows)
+        write_json(options.json, rows, versions)
 
 
 if __name__ == "__main__":

@@ -92,11 +92,11 @@ def _sweep_matmul(x: Array, w: Array, counts: Array) -> Array:
 
 
 def _sweep_matmul_gradients(x: Array, w: Array, counts: Array, g: Array) -> tuple[Array, Array]:
-    def block(w_turned: Array, rows: tuple[Array, Array]) -> tuple[Array, Array]:
+    def block(w: Array, rows: tuple[Array, Array]) -> tuple[Array, Array]:
         x, g = rows
-        return product(g, w_turned), _outer(x, g)
+        return product(g, _transposed(w)), _outer(x, g)
 
-    dx, dw = _sweep(block, counts, turned(w), (x, g), _like(x, x.shape[1:]), _sums(w))
+    dx, dw = _sweep(block, counts, _turned_ahead(w), (x, g), _like(x, x.shape[1:]), _sums(w))
     return dx, dw.astype(w.dtype)
 
 
@@ -194,17 +194,17 @@ def _sweep_ffn_gradients(
     hidden: HiddenUnits,
 ) -> tuple[Array, Array, FFNParams]:
     def block(params: FFNParams, rows: tuple) -> tuple[tuple, FFNParams]:
-        x, scale, gate, up, g = rows  # and the matrices come turned
+        x, scale, gate, up, g = rows
         # A beta for each unit, so that the gradient of the one they share is summed in float32.
         beta = None if params.beta is None else jnp.broadcast_to(params.beta, up.shape)
         units, pull = jax.vjp(hidden, gate, up, beta)
-        d_scaled = product(g, params.w_down)
+        d_scaled = product(g, _transposed(params.w_down))
         d_scale = _row_dot(d_scaled, units, scale.dtype)
         if params.b_down is not None:
             d_scale += _row_dot(g, jnp.broadcast_to(params.b_down, g.shape), scale.dtype)
         d_gate, d_up, d_beta = pull((d_scaled * scale).astype(units.dtype))
-        dx = product(d_up, params.w_up)
-        dx = dx if gate is None else dx + product(d_gate, params.w_gate)
+        dx = product(d_up, _transposed(params.w_up))
+        dx = dx if gate is None else dx + product(d_gate, _transposed(params.w_gate))
         sums = FFNParams(
             w_gate=None if gate is None else _outer(x, d_gate),
             w_up=_outer(x, d_up),
@@ -218,14 +218,18 @@ def _sweep_ffn_gradients(
 
     outs = (_like(x, x.shape[1:]), _like(scale, scale.shape[1:]))
     sums = jax.tree.map(_sums, params)
-    back = params._replace(**{name: turned(getattr(params, name)) for name in _matrices(params)})
-    (dx, d_scale), sums = _sweep(block, counts, back, (x, scale, gate, up, g), outs, sums)
+    (dx, d_scale), sums = _sweep(block, counts, _turned_ahead(params), (x, scale, gate, up, g), outs, sums)
     return dx, d_scale, jax.tree.map(lambda d, p: d.astype(p.dtype), sums, params)
 
 
-def _matrices(params: FFNParams) -> list[str]:
-    """The names of the matrices that there are."""
-    return [name for name in ("w_gate", "w_up", "w_down") if getattr(params, name) is not None]
+def _turned_ahead(params: Any) -> Any:
+    """16-bit matrices of `params` [E, D, F] turned, once for all blocks; what has no more dimensions stays."""
+    return jax.tree.map(lambda p: turned(p) if p.ndim == 3 and p.dtype.itemsize == 2 else p, params)
+
+
+def _transposed(w: Array) -> Array:
+    """The transpose of a group's matrix, which `_turned_ahead` may have made already."""
+    return w if w.dtype.itemsize == 2 else w.T
 
 
 def _row_dot(a: Array, b: Array, dtype: Any) -> Array:
