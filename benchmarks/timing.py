@@ -6,8 +6,10 @@ import json
 import os
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 Run = Callable[[], None]
 
@@ -31,6 +33,31 @@ def timed(run: Run) -> Callable[[], float]:
         return time.perf_counter() - start
 
     return measured
+
+
+class Peer:
+    """A program in another interpreter, which runs once a line and answers with its seconds.
+
+    Attributes:
+        versions: what it said of itself after its first run: name -> version, or {"error": why it cannot run}.
+    """
+
+    def __init__(self, python: str, program: str, settings: dict):
+        command = [python, Path(__file__).with_name(program)]
+        self.process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        self.versions: dict[str, str] = json.loads(self._ask(json.dumps(settings)))
+
+    def _ask(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline()
+
+    def __call__(self) -> float:
+        return float(self._ask("run"))
+
+    def close(self) -> None:
+        self.process.stdin.close()
+        self.process.wait()
 
 
 def row(case: str, ours: float, peers: dict[str, float]) -> dict:

@@ -9,14 +9,11 @@ eager and compiled, which takes a C++ compiler. All programs stay in memory and 
 
 import argparse
 import dataclasses
-import json
-import subprocess
 import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from timing import interleaved, row, table, timed, write_json
+from timing import Peer, interleaved, row, table, timed, write_json
 
 from zoo import Experiment, MeshConfig, ModelConfig, OptimizerConfig, SparseConfig, TrainConfig, build
 from zoo.data.loader import Batch
@@ -69,28 +66,12 @@ def ours(config, rows):
     return stepping(*compiled(config, rows))
 
 
-class Peer:
-    """The same model in another interpreter, which steps when it is told to and answers with its seconds."""
-
-    def __init__(self, python, config, rows, precision, is_compiled):
-        program = Path(__file__).with_name("torch_step.py")
-        self.process = subprocess.Popen([python, program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        moe = config.moe and {"n_experts": config.moe.n_experts, "top_k": config.moe.top_k, "d_ff": config.moe.d_ff}
-        names = ("vocab_size", "context_length", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")
-        variant = {"moe": moe, "rows": rows, "bfloat16": precision == "bfloat16", "compiled": is_compiled}
-        self.versions = json.loads(self._ask(json.dumps({name: getattr(config, name) for name in names} | variant)))
-
-    def _ask(self, line):
-        self.process.stdin.write(line + "\n")
-        self.process.stdin.flush()
-        return self.process.stdout.readline()
-
-    def __call__(self):
-        return float(self._ask("step"))
-
-    def close(self):
-        self.process.stdin.close()
-        self.process.wait()
+def settings_of(config, rows, precision, is_compiled):
+    """What torch_step.py asks for."""
+    moe = config.moe and {"n_experts": config.moe.n_experts, "top_k": config.moe.top_k, "d_ff": config.moe.d_ff}
+    names = ("vocab_size", "context_length", "d_model", "n_layers", "n_heads", "n_kv_heads", "d_ff")
+    variant = {"moe": moe, "rows": rows, "bfloat16": precision == "bfloat16", "compiled": is_compiled}
+    return {name: getattr(config, name) for name in names} | variant
 
 
 def peers_of(python, config, rows):
@@ -98,7 +79,7 @@ def peers_of(python, config, rows):
     found = {}
     for precision in PRECISIONS:
         for how in ("eager", "compiled"):
-            peer = Peer(python, config, rows, precision, how == "compiled")
+            peer = Peer(python, "torch_step.py", settings_of(config, rows, precision, how == "compiled"))
             if "error" in peer.versions:
                 print(f"torch {precision} {how}: {peer.versions['error']}", file=sys.stderr)
                 peer.close()
