@@ -73,7 +73,7 @@ def test_shakespeare_keeps_to_the_budget():
 def test_the_pod_config_lowers_at_full_size_on_eight_devices():
     experiment = load("mixtral_8x7b_pod")
     setup = Setup(experiment, jax.devices())
-    assert setup.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8}
+    assert setup.mesh.shape == {"data": 1, "fsdp": 1, "tensor": 1, "expert": 8, "context": 1}
     state = abstract_state(setup.specs, setup.optimizer)
     rows = jax.ShapeDtypeStruct((experiment.train.batch_size, experiment.model.context_length), "int32")
     lowered = setup.step.lower(state, Batch(rows, rows, rows, rows))

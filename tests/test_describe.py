@@ -374,7 +374,7 @@ def test_an_experiment_asks_for_its_own_batch_and_mesh():
         tokens=200 * 100 * 256,
     )
     wider = question_of(experiment, 24)
-    assert (wider.mesh.fsdp, wider.batch_size, wider.n_devices) == (3, 9, 24)  # 50 rows among 6, rounded up
+    assert (wider.mesh.fsdp, wider.batch_size, wider.n_devices) == (3, 3, 24)  # 50 rows among 24, rounded up
     with pytest.raises(
         ConfigError, match=r"mesh.data=2 x mesh.fsdp=-1 .* needs a multiple of 8 devices, but there are 9"
     ):

@@ -1,6 +1,5 @@
 """Small models and laws such that every two choices of parts, and every part and law, meet at least once."""
 
-from functools import partial
 from typing import Any
 
 from allpairspy import AllPairs
@@ -17,8 +16,6 @@ from zoo.config import (
     SparseConfig,
     YarnScaling,
 )
-from zoo.kernels.attention import attention
-from zoo.models.decoder import Decoder, build
 
 SIZES = {"vocab_size": 46, "context_length": 24, "d_model": 16, "n_layers": 2, "n_heads": 4, "head_dim": 8, "d_ff": 24}
 EXPERTS = {"n_experts": 4, "d_ff": 12}
@@ -95,26 +92,24 @@ PARTS: dict[str, dict[str, dict[str, Any]]] = {
 }
 # Sharding compiles a program for every mesh: test_laws.py tries it on one model of each mixture.
 LAWS = ("causality", "padding", "packing", "batch", "cache", "accumulation", "compilation", "equivalence")
-# How attention is computed: whole, as for short sequences, or in blocks, as for long ones.
-KERNELS = {"whole": attention, "blocks": partial(attention, backend="chunked", backward="chunked", blocks=(8, 16))}
 # The scalings differ in a table of constants only, so each is tried once.
 SCALINGS = [LinearScaling(2.0), DynamicNTKScaling(2.0, 12), Llama3Scaling(4.0, 8), LONG]
 
 
 def rows() -> list[dict[str, str]]:
-    """Choices by factor, with a "law" and a "kernel": a pairwise cover of PARTS, LAWS and KERNELS."""
+    """Choices by factor, and a "law": a pairwise cover of PARTS and LAWS."""
     factors = factor_choices()
     return [dict(zip(factors, row, strict=True)) for row in AllPairs(list(factors.values()))]
 
 
 def factor_choices() -> dict[str, list[str]]:
     """The names of all choices of every factor."""
-    return {name: list(choices) for name, choices in PARTS.items()} | {"law": list(LAWS), "kernel": list(KERNELS)}
+    return {name: list(choices) for name, choices in PARTS.items()} | {"law": list(LAWS)}
 
 
-def model(row: dict[str, str]) -> Decoder:
+def model(row: dict[str, str]) -> ModelConfig:
     """The model of a row."""
     fields = dict(SIZES)
     for name, choices in PARTS.items():
         fields |= choices[row[name]]
-    return build(ModelConfig(**fields), attend=KERNELS[row["kernel"]])
+    return ModelConfig(**fields)

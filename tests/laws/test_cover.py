@@ -1,13 +1,15 @@
 """Every two choices of parts in one model, and every choice under every law."""
 
 import itertools
+from functools import partial
 
 import jax
 import pytest
 
 import zoo
 from tests.laws.cover import LAWS, SCALINGS, SIZES, factor_choices, model, rows
-from zoo.config import ModelConfig
+from zoo.config import Block, ModelConfig
+from zoo.kernels.attention import attention
 from zoo.laws.case import make_case
 from zoo.laws.runner import LAWS as RULES
 
@@ -17,7 +19,7 @@ NAMES = ["-".join(row.values()) for row in ROWS]
 
 @pytest.mark.parametrize("row", ROWS, ids=NAMES)
 def test_law(row):
-    finding = RULES[row["law"]](make_case(model(row), None, seed=0))
+    finding = RULES[row["law"]](make_case(zoo.build(model(row)), None, seed=0))
     if finding.passed is None:
         assert row["law"] == "equivalence" and row["mixture"] in ("none", "sigmoid", "null"), finding.detail
     else:
@@ -28,6 +30,15 @@ def test_law(row):
 def test_scaled_positions_keep_the_cache(scaling):
     case = make_case(zoo.build(ModelConfig(**SIZES, rope_scaling=scaling)), None, seed=0)
     finding = RULES["cache"](case)
+    assert finding.passed, finding.detail
+
+
+@pytest.mark.parametrize("law", ["causality", "padding", "packing", "cache", "accumulation", "compilation"])
+def test_attention_in_blocks_keeps_the_laws(law):
+    """As for long sequences: what is so short is else computed whole."""
+    config = ModelConfig(**SIZES, n_kv_heads=2, attention_softcap=5.0, pattern=(Block(window=5), Block()))
+    attend = partial(attention, backend="chunked", backward="chunked", blocks=(8, 16))
+    finding = RULES[law](make_case(zoo.build(config, attend=attend), None, seed=0))
     assert finding.passed, finding.detail
 
 

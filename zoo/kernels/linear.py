@@ -8,6 +8,8 @@ import jax.numpy as jnp
 from jax.experimental.layout import Layout, with_layout_constraint
 from jaxtyping import Array, Float
 
+from zoo.kernels.target import target
+
 
 def linear(x: Float[Array, "..."], w: Float[Array, "..."], n_inputs: int = 1) -> Float[Array, "..."]:
     """x contracted over its last `n_inputs` dimensions with the first ones of w: [*N, *D] and [*D, *F] give [*N, *F].
@@ -28,9 +30,19 @@ def affine(
     return linear(x, w) if b is None else linear(x, w) + b
 
 
-@jax.custom_vjp
 def product(x: Float[Array, "N D"], w: Float[Array, "D F"]) -> Float[Array, "N F"]:
     """x w, summed in float32 at least and rounded once; so are the gradients, each of its factor's dtype."""
+    if jnp.result_type(x, w).itemsize == 2 and target().platform == "cpu":
+        return _narrow_product(x, w)
+    return x @ w
+
+
+@jax.custom_vjp
+def _narrow_product(x: Array, w: Array) -> Array:
+    return _rounded(x, w)
+
+
+def _rounded(x: Array, w: Array) -> Array:
     return wide_product(x, w).astype(jnp.result_type(x, w))
 
 
@@ -39,7 +51,8 @@ def _product_backward(factors: tuple[Array, Array], g: Array) -> tuple[Array, Ar
     return wide_product(g, turned(w)).astype(x.dtype), wide_product(turned(x), g).astype(w.dtype)
 
 
-product.defvjp(lambda x, w: (product(x, w), (x, w)), _product_backward)
+# The forward rule has the product itself, where a policy of rematerialisation sees it.
+_narrow_product.defvjp(lambda x, w: (_rounded(x, w), (x, w)), _product_backward)
 
 
 def wide(dtype: Any) -> Any:
